@@ -1,0 +1,293 @@
+"""`bilevel.gradcheck`: is the hypergradient of this problem right, and are the second derivatives it rests on?
+
+Both questions are put to central differences, of fourth order: with D(ε) = (f(ε) − f(−ε)) / 2ε,
+
+    f′(0) = (4·D(ε) − D(2ε)) / 3 + O(ε⁴),
+
+and D(ε) − D(2ε) tells how far the differences themselves can be trusted.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .binding import Binding, Loss, State, map_tensors, tensors_of
+from .inner import Inputs, flatten, inner
+from .step import check_twice_differentiable
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One comparison: what was compared, the relative error, and the verdict: "ok", "WRONG" or "?" (undecided)."""
+
+    what: str
+    error: float
+    verdict: str
+    note: str = ""
+
+    def __str__(self) -> str:
+        error = [f"relative error {self.error:.1e}"] if self.error < math.inf else []
+        return f"  {self.verdict:<5} {self.what}: {', '.join([*error, *([self.note] if self.note else [])])}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `gradcheck` found. True in a boolean context when everything holds; print it to read it."""
+
+    directions: list[Finding]
+    second_derivatives: list[Finding]
+    modules: list[str]
+
+    def __bool__(self) -> bool:
+        return all(f.verdict == "ok" for f in (*self.directions, *self.second_derivatives))
+
+    def __str__(self) -> str:
+        wrong = any(f.verdict == "WRONG" for f in (*self.directions, *self.second_derivatives))
+        head = "all holds" if self else "something is WRONG" if wrong else "undecided; try it in float64"
+        lines = [f"bilevel.gradcheck: {head}"]
+        lines += ["hypergradient against central differences, along random directions:", *map(str, self.directions)]
+        lines += ["Hessian-vector products of the losses at w_0 against differences of gradients:"]
+        lines += [*map(str, self.second_derivatives), *(f"  look at the module {m}" for m in self.modules)]
+        return "\n".join(lines)
+
+
+def gradcheck(
+    model: nn.Module,
+    h: Loss,
+    g: Loss,
+    inputs: Inputs,
+    *batch: Any,
+    outer: Any = (),
+    steps: int = 3,
+    directions: int = 3,
+    seed: int = 0,
+    tol: float | None = None,
+    **options: Any,
+) -> Report:
+    """Check the hypergradient of your own problem, and the second derivatives it needs.
+
+    Runs `steps` inner steps on one batch, compares `hypergrad(inputs)` along random directions with central
+    differences of g(w_K), then Hessian-vector products of h and g with differences of their gradients; where these
+    fail, the modules are tried one by one and the deepest that fail are named. Model and inputs are left as they were.
+
+    Args:
+        inputs: leaves to differentiate for; further arguments as in `inner`, `step` and `hypergrad`.
+        directions: how many random directions for each input.
+        tol: the relative error to allow; by default 1e-6 in float64 and 1e-2 in float32. Check in float64 where you
+            can: with kinks (ReLU, max pooling) or in float32 the differences may be too rough to decide.
+        options: those of `inner`: solver, lr, optimizer, hypergrad, tasks.
+    """
+    tensors = flatten(inputs)
+    for name, x in tensors.items():
+        if not x.is_leaf:
+            raise ValueError(
+                f"bilevel.gradcheck: the input {name or 'given'} (shape {tuple(x.shape)}) is no leaf, so it can't be "
+                "moved to take differences. Give the leaf that it is computed from."
+            )
+    eps, tol = _scales([*tensors.values(), *model.parameters()], tol)
+    binding = Binding(model, options.get("optimizer"))
+    block = inner(model, h, g, **options)
+
+    def run(differentiate: bool) -> tuple[float, list[Tensor]]:
+        torch.manual_seed(seed)
+        with block as loop:
+            loop.run(steps, *batch, outer=outer)
+            if not differentiate:
+                return float(loop.value), []
+            return 0.0, loop.hypergrad(list(tensors.values()))
+
+    with torch.random.fork_rng(devices=[d.index or 0 for d in binding.devices if d.type == "cuda"]):
+        found = _check_directions(tensors, run, directions, eps, tol, seed)
+        second, modules = _check_second_derivatives(
+            binding, (("h", h, batch), ("g", g, outer)), options, eps, tol, seed
+        )
+    return Report(found, second, modules)
+
+
+def _check_directions(
+    tensors: State,
+    run: Callable[[bool], tuple[float, list[Tensor]]],
+    directions: int,
+    eps: float,
+    tol: float,
+    seed: int,
+) -> list[Finding]:
+    try:
+        _, grads = run(True)
+    except (RuntimeError, NotImplementedError) as error:
+        return [Finding("hypergrad raised", math.inf, "WRONG", _first_line(error))]
+    findings: list[Finding] = []
+    for (name, x), grad in zip(tensors.items(), grads, strict=True):
+        for j in range(directions):
+            v = _randn(x, seed + j)
+            there = x.detach().clone()
+
+            def along(step: float, x: Tensor = x, v: Tensor = v, there: Tensor = there) -> Tensor:
+                try:
+                    with torch.no_grad():
+                        x.copy_(there + step * v)
+                    return torch.tensor(run(False)[0], dtype=torch.float64)
+                finally:
+                    with torch.no_grad():
+                        x.copy_(there)
+
+            got = (grad * v).sum().detach()
+            what = f"input {name or 'given'}, direction {j}"
+            # v is of unit size an entry, so that ‖∇‖ is the size of a typical ∇·v
+            findings.append(_compare(what, got, along, eps, tol, float(grad.norm())))
+    return findings
+
+
+def _check_second_derivatives(
+    binding: Binding,
+    losses: Sequence[tuple[str, Loss, Any]],
+    options: dict[str, Any],
+    eps: float,
+    tol: float,
+    seed: int,
+) -> tuple[list[Finding], list[str]]:
+    findings: list[Finding] = []
+    modules: list[str] = []
+    for name, loss, batch in losses:
+        args = batch if isinstance(batch, tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
+        if options.get("tasks") is not None:  # one task's loss is the loss
+            args = map_tensors(lambda x: x[0], args)
+
+        def value(w: State, loss: Loss = loss, name: str = name, args: tuple[Any, ...] = args) -> Tensor:
+            torch.manual_seed(seed)
+            buffers = {n: b.detach().clone() for n, b in binding.buffers.items()}
+            return binding.loss(name, loss, w, buffers, args)[0]
+
+        w = {n: p.detach().clone() for n, p in binding.parameters.items()}
+        findings.append(_check_hessian(f"loss {name}", value, w, eps, tol, seed))
+        if findings[-1].verdict == "WRONG":
+            modules += [m for m in _failing_modules(binding, value, w, seed) if m not in modules]
+    return findings, modules
+
+
+def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, eps: float, tol: float, seed: int) -> Finding:
+    """∇²f·v by double backward against differences of ∇f along v."""
+    v = {n: _randn(x, seed) for n, x in w.items()}
+
+    def gradient(step: float, create_graph: bool = False) -> tuple[State, Sequence[Tensor | None]]:
+        with torch.enable_grad():
+            at = {n: (x + step * v[n]).requires_grad_() for n, x in w.items()}
+            return at, torch.autograd.grad(value(at), list(at.values()), create_graph=create_graph, allow_unused=True)
+
+    def flat(parts: Sequence[Tensor | None]) -> Tensor:
+        filled = [torch.zeros_like(x) if p is None else p for p, x in zip(parts, w.values(), strict=True)]
+        return torch.cat([p.detach().flatten().double() for p in filled])
+
+    try:
+        at, first = gradient(0.0, create_graph=True)
+        check_twice_differentiable([p for p in first if p is not None], list(at.values()))
+        dot = [(p * v[n]).sum() for n, p in zip(at, first, strict=True) if p is not None and p.requires_grad]
+        if not dot:  # linear in w: no second derivative, and none is missing unless the differences say so
+            second: Sequence[Tensor | None] = [None] * len(at)
+        else:
+            second = torch.autograd.grad(torch.stack(dot).sum(), list(at.values()), allow_unused=True)
+    except (RuntimeError, NotImplementedError) as error:
+        return Finding(what, math.inf, "WRONG", f"no second derivative: {_first_line(error)}")
+    return _compare(what, flat(second), lambda step: flat(gradient(step)[1]), eps, tol)
+
+
+def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: State, seed: int) -> list[str]:
+    """The deepest modules whose own second derivatives fail, on the arguments that the loss calls them with."""
+    calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: (
+                calls.setdefault(name, (copy.deepcopy(module).double(), *map_tensors(_detached_double, (args, kwargs))))
+                and None
+            ),
+            with_kwargs=True,
+        )
+        for name, module in binding.model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            value(w)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    eps, tol = _scales([torch.zeros((), dtype=torch.float64)], None)
+    failing: list[tuple[str, str]] = []
+    for name, (module, args, kwargs) in calls.items():
+
+        def probe(
+            w: State, module: nn.Module = module, args: tuple[Any, ...] = args, kwargs: dict[str, Any] = kwargs
+        ) -> Tensor:
+            torch.manual_seed(seed)
+            inputs = iter([x for n, x in w.items() if n.startswith("@")])
+            args, kwargs = map_tensors(lambda x: next(inputs) if x.is_floating_point() else x, (args, kwargs))
+            state = {n: x for n, x in w.items() if not n.startswith("@")}
+            state |= {n: b.detach().clone() for n, b in module.named_buffers()}
+            with binding.twice_differentiable():
+                out = functional_call(module, state, args, kwargs)
+            outs = [x for x in tensors_of(out) if x.is_floating_point()]
+            return torch.stack([(_randn(x, seed) * (x + x * x / 2)).sum() for x in outs]).sum()
+
+        at = {n: p.detach().clone() for n, p in module.named_parameters() if p.is_floating_point()}
+        floating = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
+        at |= {f"@{i}": x for i, x in enumerate(floating)}
+        if at and (finding := _check_hessian(name, probe, at, eps, tol, seed)).verdict == "WRONG":
+            failing.append((name, f"{name or 'itself'!r} ({type(module).__name__}): {finding.note or 'wrong values'}"))
+    return [
+        text
+        for name, text in failing
+        if not any(n != name and n.startswith(f"{name}." if name else "") for n, _ in failing)
+    ]
+
+
+def _compare(
+    what: str, got: Tensor, along: Callable[[float], Tensor], eps: float, tol: float, typical: float = 0.0
+) -> Finding:
+    """The derivative that autograd gave against central differences, at the ε whose differences agree best."""
+    error, rough = _differences(got, along, eps, typical)
+    if error > tol:
+        others = [_differences(got, along, eps * c, typical) for c in (1 / 8, 8)]
+        error, rough = min([(error, rough), *others], key=lambda d: d[1])
+    if error <= tol:
+        return Finding(what, error, "ok")
+    # D(ε) − D(2ε) is the error of D: where it is as large as the error found, the differences can't judge
+    if error <= rough:
+        return Finding(what, error, "?", f"the differences are off by {rough:.1e} themselves: a kink, or rounding")
+    return Finding(what, error, "WRONG")
+
+
+def _differences(got: Tensor, along: Callable[[float], Tensor], eps: float, typical: float) -> tuple[float, float]:
+    """The relative error of `got`, and that of the simple differences."""
+    near = (along(eps) - along(-eps)) / (2 * eps)
+    far = (along(2 * eps) - along(-2 * eps)) / (4 * eps)
+    expected = (4 * near - far) / 3
+    got = got.to(expected)
+    size = max(float(expected.norm()), float(got.norm()), typical)
+    if size == 0:
+        return 0.0, 0.0
+    return float((got - expected).norm()) / size, float((near - far).norm()) / size
+
+
+def _scales(tensors: Sequence[Tensor], tol: float | None) -> tuple[float, float]:
+    fine = all(x.dtype == torch.float64 for x in tensors if x.is_floating_point())
+    return (1e-4, tol or 1e-6) if fine else (5e-3, tol or 1e-2)
+
+
+def _randn(x: Tensor, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+
+
+def _detached_double(x: Tensor) -> Tensor:
+    return x.detach().double() if x.is_floating_point() else x.detach()
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].removeprefix("bilevel.inner: ")

@@ -1,0 +1,124 @@
+"""Forward mode: the tangents of z along every outer direction, carried along with the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..binding import State
+from ..step import Gradients, Pairs, Phi, Traced
+from .base import Engine, Tape, as_leaves, finite, one, refuse_create_graph
+
+
+@dataclass(frozen=True, eq=False)
+class Forward(Engine):
+    """ż_j⁺ = ∂Φ/∂z·ż_j + ∂Φ/∂λ_j; then dg/dλ_j = ∇_z g·ż_j + ∂g/∂λ_j.
+
+    Memory does not depend on K; time and memory grow with the number of outer directions, so it is for a few
+    rates or regularisers. `wrt` names the tensors to differentiate for; without it, all that the losses use are
+    taken. More than `limit` directions is an error.
+    """
+
+    wrt: Sequence[Tensor] | None = None
+    limit: int = 256
+
+    def tape(self) -> Tape:
+        return _ForwardTape(self)
+
+
+class _ForwardTape(Tape):
+    whole = False
+
+    def __init__(self, options: Forward) -> None:
+        self._options = options
+        self._wrt = None if options.wrt is None else {id(x) for x in options.wrt}
+        self._followed: dict[int, Tensor] = {}  # outer tensors with tangents, by id
+        self._was_cut: set[int] = set()
+        self._ignored: dict[int, Tensor] = {}
+        self._tangents: dict[tuple[int, int], State] = {}  # (outer tensor, its element) -> ż
+
+    def step(self, phi: Phi, z: State) -> State:
+        traced = phi(z, graph=True)
+        sources = self._sources(traced)
+        outs = list(traced.to.values())
+        # a·J is linear in a, so its derivative for a, along (ż, λ̇), is J·(ż, λ̇): two vjps make a jvp
+        adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
+        ins = [*traced.at.values(), *(x for _, x in sources)]
+        with torch.enable_grad():
+            pulled = torch.autograd.grad(outs, ins, adjoint, create_graph=True, allow_unused=True)
+        for (owner, element), tangent in self._tangents.items():
+            along = [tangent.get(n) for n in traced.at]
+            along += [_unit(x, element) if id(tensor) == owner else None for tensor, x in sources]
+            pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
+            pairs = [(p, v) for p, v in pairs if p.requires_grad]
+            new = _grad(pairs, adjoint)
+            new = {n: x for n, x in zip(traced.to, new, strict=True) if x is not None}
+            if outs[0].device.type == "cpu" and not finite(list(new.values())):
+                raise FloatingPointError(
+                    f"bilevel.inner: the tangent of the weights is not finite at step k = {phi.k}. "
+                    "A smaller rate may help."
+                )
+            self._tangents[owner, element] = new
+        return as_leaves(traced.to)
+
+    def _sources(self, traced: Traced) -> Pairs:
+        """The outer tensors of this step, each with the tensor that stands for it in the graph."""
+        closed_over = [(x, x) for x in traced.leaves]
+        if self._options.wrt is not None:
+            named = {id(x) for x in traced.leaves}
+            closed_over += [(x, x) for x in self._options.wrt if id(x) not in named]
+        sources: Pairs = []
+        for tensor, stand_in in (*closed_over, *traced.cut):
+            if self._wrt is not None and id(tensor) not in self._wrt:
+                self._ignored[id(tensor)] = tensor
+                continue
+            sources.append((tensor, stand_in))
+            if stand_in is not tensor:
+                self._was_cut.add(id(tensor))
+            if id(tensor) not in self._followed:
+                if len(self._tangents) + tensor.numel() > self._options.limit:
+                    raise ValueError(
+                        f"bilevel.inner: hypergrad='forward' would follow {len(self._tangents) + tensor.numel()} outer "
+                        f"directions, at the cost of one pass a step each (limit {self._options.limit}). Use "
+                        "hypergrad='reverse', name the few that matter in Forward(wrt=[...]), or raise its limit."
+                    )
+                self._followed[id(tensor)] = tensor
+                self._tangents.update({(id(tensor), j): {} for j in range(tensor.numel())})  # ż = 0 until now
+        return sources
+
+    def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+        refuse_create_graph(create_graph)
+        for x in inputs or ():
+            if id(x) in self._ignored or not (x.is_leaf or id(x) in self._followed):
+                raise ValueError(
+                    f"bilevel.inner: hypergrad='forward' did not follow the input of shape {tuple(x.shape)}. It "
+                    "follows leaves, or exactly what Forward(wrt=[...]) names, from the first step on."
+                )
+        found = Gradients()
+        a = end.vjp(one(end), inputs, found)
+        for owner, tensor in self._followed.items():
+            grad = torch.zeros_like(tensor).flatten()
+            for j in range(tensor.numel()):
+                tangent = self._tangents[owner, j]
+                parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
+                if parts:
+                    grad[j] = torch.stack(parts).sum()
+            into = found.cut if owner in self._was_cut else found.direct
+            found.add(into, tensor, grad.reshape(tensor.shape))
+        return found, {}
+
+
+def _unit(x: Tensor, element: int) -> Tensor:
+    unit = torch.zeros_like(x).flatten()
+    unit[element] = 1
+    return unit.reshape(x.shape)
+
+
+def _grad(pairs: Pairs, inputs: list[Tensor]) -> Sequence[Tensor | None]:
+    if not pairs:
+        return [None] * len(inputs)
+    outputs, along = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, inputs, along, retain_graph=True, allow_unused=True)

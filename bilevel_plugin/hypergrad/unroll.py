@@ -1,0 +1,59 @@
+"""The whole graph kept, differentiated by autograd in one go: the oracle, differentiable again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..binding import State
+from ..step import Gradients, Phi, Traced, walk
+from .base import Engine, Tape, finite
+
+
+@dataclass(frozen=True)
+class Unroll(Engine):
+    """∇ g(Φ_K ∘ … ∘ Φ_1(z_0)) by autograd. Memory: the graphs of all K steps."""
+
+    def tape(self) -> Tape:
+        return _UnrollTape()
+
+
+class _UnrollTape(Tape):
+    cut: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._states: list[State] = []
+
+    def start(self, z: State) -> State:
+        with torch.enable_grad():
+            # a clone, so that commit_() may write to the parameters without touching the graph
+            self._states.append({n: x.clone() if x.requires_grad else x.clone().requires_grad_() for n, x in z.items()})
+        return self._states[0]
+
+    def step(self, phi: Phi, z: State) -> State:
+        self._states.append(phi(z, graph=True).to)
+        return self._states[-1]
+
+    def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+        (loss,) = end.to.values()
+        wanted = walk(loss, self._states[0].values(), ())[0] if inputs is None else inputs
+        found = Gradients()
+        if wanted:
+            grads = torch.autograd.grad(
+                loss, list(wanted), allow_unused=True, retain_graph=True, create_graph=create_graph
+            )
+            for tensor, grad in zip(wanted, grads, strict=True):
+                found.add(found.direct, tensor, grad)
+        return found, {}  # z_0 is attached to the model: what lies before it was reached through it
+
+    def blame(self, end: Traced) -> int | None:
+        (loss,) = end.to.values()
+        for k in reversed(range(len(self._states))):
+            grads = torch.autograd.grad(loss, list(self._states[k].values()), allow_unused=True, retain_graph=True)
+            if not finite([g for g in grads if g is not None]):
+                return k + 1
+        return None

@@ -1,0 +1,430 @@
+"""`bilevel.inner`: the block around a training loop, and the handle that takes its steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast, overload
+
+import torch
+from torch import Tensor, nn
+
+from . import hypergrad as engines
+from . import solvers
+from .binding import Binding, Loss, State, full_precision, scalar
+from .hypergrad import Engine
+from .hypergrad.base import finite
+from .solvers import Rate, StepRule
+from .step import Gradients, Pairs, Phi, Traced, Watch, cut_batch, disconnected, walk
+from .tasks import TaskBinding
+from .updates import FromOptimizer, Plain
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
+_OWNER = "_bilevel_loop"
+
+
+class Losses(NamedTuple):
+    """The losses that a step evaluated, before it moved; None for one that has weight 0 in it."""
+
+    h: Tensor | None
+    g: Tensor | None
+
+
+def inner(
+    model: nn.Module,
+    h: Loss,
+    g: Loss,
+    *,
+    solver: str | StepRule = "bigsam",
+    lr: Rate | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    hypergrad: str | Engine = "reverse",
+    tasks: int | None = None,
+) -> Inner:
+    """Make the loop in this block the inner problem of min_λ g(w_K(λ), λ), w⁺ = Φ_k(w, λ).
+
+    Use it as `with inner(...) as loop:`, or as a decorator of `def train(loop, ...)`.
+
+    Args:
+        model: any nn.Module; its trainable parameters are the inner variable w. It is left as it is.
+        h: the inner loss, h(model, *batch) -> scalar: the loss of the loop you have.
+        g: the outer loss, g(model, *outer) -> scalar.
+        solver: "bigsam", "gd", "bda", "penalty", or an object such as BiGSAM(t, s, alpha, every).
+        lr: the rates t and s of a named solver (1e-3 if not given).
+        optimizer: an SGD, Adam or AdamW of torch.optim over (a part of) the model. Its rule is applied to the
+            solver's direction; it is read, never stepped.
+        hypergrad: "reverse", "unroll", "forward", "cg", "neumann", or an object such as Reverse(checkpoint="sqrt").
+        tasks: N inner problems at once; batches carry the tasks as first dimension, losses are summed.
+
+    The outer variable λ needs no registration: it is whatever else requires grad and is used by h or g.
+    """
+    return Inner(model, h, g, solver, lr, optimizer, hypergrad, tasks)
+
+
+class Inner:
+    """What `inner` returns: a context manager and decorator that opens a `Loop`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        h: Loss,
+        g: Loss,
+        solver: str | StepRule,
+        lr: Rate | None,
+        optimizer: torch.optim.Optimizer | None,
+        hypergrad: str | Engine,
+        tasks: int | None,
+    ) -> None:
+        for name, loss in (("h", h), ("g", g)):
+            if not callable(loss):
+                raise TypeError(
+                    f"bilevel.inner: {name} must be a function of (model, *batch), got {type(loss).__name__}."
+                )
+        self._losses = h, g
+        self._rule = solvers.resolve(solver, lr, optimizer is not None)
+        self._engine = engines.resolve(hypergrad)
+        self._model, self._optimizer, self._tasks = model, optimizer, tasks
+        self._open: list[Loop] = []
+        _, update = self._bind()
+        for need in self._engine.needs:
+            why = self._rule.lacks(need) or update.lacks(need)
+            if why:
+                raise ValueError(
+                    f"bilevel.inner: hypergrad={type(self._engine).__name__} needs a {need} of the step, and {why}. "
+                    "hypergrad='reverse' takes any solver."
+                )
+
+    def _bind(self) -> tuple[Binding, Plain | FromOptimizer]:
+        model, optimizer = self._model, self._optimizer
+        binding = Binding(model, optimizer) if self._tasks is None else TaskBinding(model, optimizer, self._tasks)
+        if optimizer is None:
+            return binding, Plain()
+        return binding, FromOptimizer(optimizer, {p: n for n, p in binding.parameters.items()})
+
+    def __enter__(self) -> Loop:
+        binding, update = self._bind()  # anew each time: a decorator outlives changes of the model
+        loop = Loop(binding, self._losses, self._rule, update, self._engine)
+        self._open.append(loop)
+        return loop
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.pop().close()
+
+    def __call__(self, function: Callable[Concatenate[Loop, P], R]) -> Callable[P, R]:
+        """Decorate `def train(loop, ...)`: each call of `train(...)` opens a block of its own."""
+
+        @functools.wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self as loop:
+                return function(loop, *args, **kwargs)
+
+        return wrapped
+
+
+class Loop:
+    """The handle of a block: takes the inner steps and gives the gradients of the outer loss."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        losses: tuple[Loss, Loss],
+        rule: StepRule,
+        update: Plain | FromOptimizer,
+        engine: Engine,
+    ) -> None:
+        _refuse_inference_mode()
+        self._binding, self._rule, self._update, self._engine = binding, rule, update, engine
+        self._h, self._g = losses
+        self._origin = binding.start()
+        self._tape = engine.tape()
+        self._z = self._tape.start({**self._origin, **{n: binding.each(x) for n, x in update.start.items()}})
+        self._buffers = {n: b.detach().clone() for n, b in binding.buffers.items()}
+        self._outer: tuple[Any, ...] = ()
+        self._watch = Watch()
+        self._k = 0
+        self._token = object()
+        self._closed = False
+
+    # --- the inner loop ---
+
+    def step(self, *batch: Any, outer: Any = None) -> Losses:
+        """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
+
+        `outer` is the batch of g; it stays until another one is given. Returns the losses before the step.
+        """
+        self._check_open()
+        self._set_outer(outer)
+        losses = (("h", self._h, batch), ("g", self._g, self._outer))
+        update = self._update.at_step()
+        phi = Phi(self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.cut)
+        self._z = self._tape.step(phi, self._z)
+        self._k, self._buffers = phi.k, phi.buffers_after
+        for x in self._z.values():
+            setattr(x, _OWNER, self._token)  # to tell a loss= of earlier weights
+        return Losses(phi.values.get("h"), phi.values.get("g"))
+
+    def run(self, steps: int, *batch: Any, outer: Any = None) -> Losses:
+        """`steps` inner steps on the same batch. Returns the losses before the last of them."""
+        if steps < 1:
+            raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
+        for _ in range(steps - 1):
+            self.step(*batch, outer=outer)
+        return self.step(*batch, outer=outer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
+        self._check_open()
+        buffers = {n: b.clone() for n, b in self._buffers.items()}
+        with self._binding.twice_differentiable():
+            return self._binding.call(_forward, self._weights, buffers, args, kwargs)[0]
+
+    @property
+    def _weights(self) -> State:
+        return {n: self._z[n] for n in self._binding.parameters}
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The current weights by name (with tasks: a leading task dimension). Not to be changed in place."""
+        self._check_open()
+        return self._weights
+
+    @property
+    def steps(self) -> int:
+        """How many inner steps were taken."""
+        return self._k
+
+    @property
+    def value(self) -> Tensor:
+        """g at the current weights, on its last batch (with tasks: summed over them)."""
+        self._check_open()
+        self._watch.ask()
+        with torch.no_grad():
+            return self._outer_loss(self._outer)
+
+    def commit_(self) -> None:
+        """Write the current weights and buffers into the model, as a warm start for what comes after the block."""
+        self._check_open()
+        self._watch.ask()
+        if isinstance(self._binding, TaskBinding):
+            raise RuntimeError(
+                f"bilevel.inner: commit_() has {self._binding.tasks} sets of weights for one model. Take the one you "
+                "want from loop.weights, whose first dimension is the task, and load it with load_state_dict."
+            )
+        with torch.no_grad():
+            for n, p in self._binding.parameters.items():
+                p.copy_(self._z[n])
+            for n, b in self._binding.buffers.items():
+                b.copy_(self._buffers[n])
+
+    # --- the outer gradient ---
+
+    @overload
+    def hypergrad(  # pyright: ignore[reportOverlappingOverload]  (a Tensor is an Iterable[Tensor] too)
+        self, inputs: Tensor, *, outer: Any = ..., loss: Tensor | None = ..., allow_unused: bool = ...,
+        create_graph: bool = ..., retain_graph: bool = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def hypergrad(
+        self, inputs: Mapping[str, Tensor] | nn.Module, *, outer: Any = ..., loss: Tensor | None = ...,
+        allow_unused: bool = ..., create_graph: bool = ..., retain_graph: bool = ...,
+    ) -> dict[str, Tensor]: ...  # fmt: skip
+    @overload
+    def hypergrad(
+        self, inputs: Iterable[Tensor], *, outer: Any = ..., loss: Tensor | None = ..., allow_unused: bool = ...,
+        create_graph: bool = ..., retain_graph: bool = ...,
+    ) -> list[Tensor]: ...  # fmt: skip
+    def hypergrad(
+        self,
+        inputs: Inputs,
+        *,
+        outer: Any = None,
+        loss: Tensor | None = None,
+        allow_unused: bool = False,
+        create_graph: bool = False,
+        retain_graph: bool = False,
+    ) -> Tensor | list[Tensor] | dict[str, Tensor]:
+        """d g(w_K(λ), λ)/dλ for the inputs, in their structure, as torch.autograd.grad would give it.
+
+        Args:
+            inputs: a tensor, a list, a dict, or a module (a dict of its trainable parameters). The parameters of
+                the inner model itself stand for its initial weights w_0.
+            outer: the batch of g, if it is not that of the last step.
+            loss: another outer loss in place of g, computed from `loop(x)` or `loop.weights`.
+            allow_unused: give zeros for an input that no loss reaches, instead of an error.
+            create_graph: make the result differentiable (hypergrad="unroll" only).
+            retain_graph: keep the graph behind tensors of the batch (an encoder's), to go through it again.
+        """
+        tensors = flatten(inputs)
+        grads = self._gradients(list(tensors.values()), outer, loss, allow_unused, create_graph, retain_graph)
+        named = dict(zip(tensors, grads, strict=True))
+        if isinstance(inputs, Tensor):
+            return named[""]
+        return named if isinstance(inputs, (Mapping, nn.Module)) else list(named.values())
+
+    def backward(
+        self,
+        inputs: Inputs | None = None,
+        *,
+        outer: Any = None,
+        loss: Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add d g(w_K(λ), λ)/dλ into the `.grad` of every leaf that h or g reaches, as loss.backward() would.
+
+        The weights of the inner model are no outer variable and get nothing, unless `inputs` names them (as in
+        learning an initialisation). `inputs` restricts the gradient to what it names.
+        """
+        if inputs is not None:
+            wanted = list(flatten(inputs).values())
+            grads = self._gradients(wanted, outer, loss, False, False, retain_graph)
+            torch.autograd.backward(wanted, grads)
+            return
+        found, _ = self._pull(None, outer, loss, False)
+        pairs = [*found.direct.values(), *found.cut.values()]
+        if not pairs:
+            raise ValueError(
+                "bilevel.inner: backward() found no outer variable: nothing that h or g uses requires grad, besides "
+                "the inner weights. Set requires_grad on it before the first step."
+            )
+        torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], retain_graph=retain_graph)
+
+    def _gradients(
+        self,
+        wanted: list[Tensor],
+        outer: Any,
+        loss: Tensor | None,
+        allow_unused: bool,
+        create_graph: bool,
+        retain_graph: bool,
+    ) -> list[Tensor]:
+        if not self._tape.whole and any(x is p for x in wanted for p in self._binding.parameters.values()):
+            raise ValueError(
+                f"bilevel.inner: hypergrad={type(self._engine).__name__} does not go back to the initial weights of "
+                "the model. Use Reverse() without truncate, or Unroll()."
+            )
+        found, start = self._pull(wanted, outer, loss, create_graph)
+        behind = [*found.cut.values(), *((self._origin[n], d) for n, d in start.items() if n in self._origin)]
+        through: Sequence[Tensor | None] = [None] * len(wanted)
+        if behind:  # once through what lies behind the cut tensors and w_0
+            through = torch.autograd.grad(
+                [x for x, _ in behind], wanted, [d for _, d in behind], allow_unused=True, retain_graph=retain_graph
+            )
+        grads: list[Tensor] = []
+        for i, (x, extra) in enumerate(zip(wanted, through, strict=True)):
+            parts = [d for d in (found.direct.get(id(x), (x, None))[1], extra) if d is not None]
+            if not parts and not allow_unused:
+                raise ValueError(
+                    f"bilevel.inner: neither loss depends on input {i} (shape {tuple(x.shape)}), so it has no "
+                    "hypergradient. Check that h or g uses this very tensor, or pass allow_unused=True for zeros."
+                )
+            grads.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(x))
+        return grads
+
+    def _pull(
+        self, wanted: list[Tensor] | None, outer: Any, loss: Tensor | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
+        self._check_open()
+        self._watch.ask()
+        with torch.enable_grad():
+            end = self._end(outer, loss)
+            with full_precision():
+                found, start = self._tape.pull(end, wanted, create_graph)
+        if not finite(found.values()):
+            k = self._tape.blame(end)
+            at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"
+            raise FloatingPointError(
+                f"bilevel.inner: the hypergradient is not finite: it stops being so{at or ' somewhere'}, going "
+                "backwards. A smaller rate, or a loss without √0, 0/0 or log 0 there, may help."
+            )
+        return found, start
+
+    def _end(self, outer: Any, loss: Tensor | None) -> Traced:
+        """The outer loss at z_K, with its graph."""
+        if loss is not None and outer is not None:
+            raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
+        pairs: Pairs = []
+        if loss is not None:
+            name, value = "loss=", scalar("loss=", loss)
+        else:
+            batch = self._outer if outer is None else _as_tuple(outer)
+            if self._tape.cut:
+                batch, pairs = cut_batch(batch)
+            name, value = "g", self._outer_loss(batch)
+            self._watch.see(self._k + 1, name, value.detach(), self._weights)
+        leaves, connected = walk(value, self._z.values(), [stand_in for _, stand_in in pairs])
+        if any(getattr(x, _OWNER, None) is self._token for x in leaves):
+            raise ValueError(
+                "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
+                "the last step; hypergrad='unroll' takes losses of several steps."
+            )
+        if not (connected or (value.requires_grad and not self._tape.cut)):  # unroll takes losses of any step
+            raise disconnected(name)
+        return Traced(self._z, {"g": value}, pairs, leaves)
+
+    def _outer_loss(self, batch: tuple[Any, ...]) -> Tensor:
+        buffers = {n: b.clone() for n, b in self._buffers.items()}
+        return self._binding.loss("g", self._g, self._weights, buffers, batch)[0]
+
+    def _set_outer(self, outer: Any) -> None:
+        if outer is not None:
+            self._outer = _as_tuple(outer)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "bilevel.inner: this loop's block has ended and its steps are forgotten. Call it inside the `with`; "
+                "commit_() keeps the weights."
+            )
+        _refuse_inference_mode()
+
+    def close(self) -> None:
+        """Forget everything that the loop holds."""
+        self._closed = True
+        self._z, self._origin, self._buffers, self._outer = {}, {}, {}, ()
+        self._tape = self._engine.tape()
+        self._watch = Watch()
+
+
+def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _as_tuple(outer: Any) -> tuple[Any, ...]:
+    return tuple(outer) if isinstance(outer, (tuple, list)) else (outer,)
+
+
+def flatten(inputs: Inputs) -> dict[str, Tensor]:
+    """The tensors of a hypergrad() argument by name, checked."""
+    tensors: dict[str, Tensor] = {}
+    if isinstance(inputs, Tensor):
+        tensors[""] = inputs
+    elif isinstance(inputs, nn.Module):
+        tensors.update((n, p) for n, p in inputs.named_parameters() if p.requires_grad)
+    elif isinstance(inputs, Mapping):
+        tensors.update(cast("Mapping[str, Tensor]", inputs))
+    else:
+        tensors.update((str(i), x) for i, x in enumerate(inputs))
+    if not tensors:
+        raise ValueError("bilevel.inner: there is nothing to differentiate for: the inputs are empty.")
+    for n, x in tensors.items():
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"bilevel.inner: the inputs must be tensors, got {type(x).__name__} for {n or 'it'!r}.")
+        if not x.requires_grad:
+            raise ValueError(
+                f"bilevel.inner: the input {n or 'given'} (shape {tuple(x.shape)}, {x.dtype}) does not require grad. "
+                "Set requires_grad_() on it before the first step; only floating-point tensors can have it."
+            )
+    return tensors
+
+
+def _refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "bilevel.inner: torch.inference_mode is on, and nothing can be differentiated in it. Leave it for this "
+            "block; torch.no_grad is fine."
+        )

@@ -1,0 +1,36 @@
+"""The weight α_k of a step, k = 1, 2, …, as plain functions of k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+Schedule = Callable[[int], float]
+
+
+def constant(value: float) -> Schedule:
+    """α_k = value: Φ is the same map at every step, so that it has a fixed point (`cg`, `neumann`)."""
+    if not 0 <= value <= 1:
+        raise ValueError(f"bilevel.constant: α must lie in [0, 1], got {value}.")
+    return lambda k: value
+
+
+def power(p: float = 0.25) -> Schedule:
+    """α_k = k^−p: the schedule of the paper's experiments (p = 0.25).
+
+    Under `BiGSAM` the weight of h vanishes, so that w_k goes to argmin g as k grows.
+    """
+    if not p >= 0:
+        raise ValueError(f"bilevel.power: p must be at least 0, got {p}.")
+    return lambda k: k**-p
+
+
+def convergent(c: float = 1.0, p: float = 0.5) -> Schedule:
+    """α_k = 1 − c·(k + 1)^−p, 0 < c ≤ 1, 0 < p ≤ 1.
+
+    Under `BiGSAM` the weight of g vanishes and its sum diverges: w_k goes to the point of argmin h at
+    which g is least (Sabach & Shtern 2017), the solution of the paper's Eq. 3. Along argmin h the start
+    is forgotten like exp(−k^(1−p)), and like a power of k, slow at small rates s, for their p = 1.
+    """
+    if not (0 < c <= 1 and 0 < p <= 1):
+        raise ValueError(f"bilevel.convergent: c and p must lie in (0, 1], got c={c}, p={p}.")
+    return lambda k: 1 - c * (k + 1) ** -p

@@ -1,0 +1,168 @@
+"""Solvers: how much of ∇h and of ∇g goes into step k.
+
+Every solver is a pair of weights; the step itself is the same for all of them:
+
+    w⁺ = w − ∇_w [ c_h(k)·h(w, λ) + c_g(k)·g(w, λ) ]
+
+A rate is a float, a scalar tensor (if it requires grad, it is an outer variable like any other), or a
+function of k = 1, 2, … that returns one of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .schedules import power
+
+Value = float | Tensor
+Rate = Value | Callable[[int], Value]
+
+_PAPER = power(0.25)
+_VANISHING = power(1.0)  # 1/k
+
+
+def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
+    """The rate at step k, or an error that names it."""
+    value = rate(k) if callable(rate) else rate
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"bilevel.inner: the rate {name} must be a scalar, got a tensor of shape "
+                f"{tuple(value.shape)}. For one rate a step give a function: lambda k: {name}[k - 1]."
+            )
+        value = value.reshape(())
+        if value.device.type != "cpu":  # reading it would make the host wait for the device
+            return value
+        number = float(value.detach())
+    else:
+        number = float(value)
+    if not (0 <= number <= most and math.isfinite(number)):
+        span = "at least 0" if most == math.inf else f"between 0 and {most:g}"
+        raise ValueError(f"bilevel.inner: the rate {name} must be finite and {span}, got {number} at k = {k}.")
+    return value
+
+
+class StepRule(ABC):
+    """What a solver is: the weights (c_h, c_g) of the two losses in step k. A 0 leaves a loss out."""
+
+    @abstractmethod
+    def weights(self, k: int) -> tuple[Value, Value]: ...
+
+    def lacks(self, need: str) -> str | None:
+        """Why the rule can't give what an engine needs ("fixed point", "symmetry"), or None if it can."""
+        return None
+
+
+@dataclass(frozen=True)
+class GD(StepRule):
+    """w⁺ = w − t·∇h: the basic bilevel model (paper, Alg. 5)."""
+
+    t: Rate
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def weights(self, k: int) -> tuple[Value, Value]:
+        return evaluate("t", self.t, k), 0.0
+
+
+@dataclass(frozen=True)
+class BiGSAM(StepRule):
+    """w⁺ = w − t·α_k·∇h − s·(1 − α_k)·∇g: the improved model (paper, Alg. 1).
+
+    s defaults to t. `every=m` takes such a step at k = m, 2m, … and one with α = 1 between (Fig. 2).
+    """
+
+    t: Rate
+    s: Rate | None = None
+    alpha: Rate = _PAPER
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"bilevel.inner: every must be at least 1, got {self.every}.")
+        _check(self)
+
+    def weights(self, k: int) -> tuple[Value, Value]:
+        t = evaluate("t", self.t, k)
+        if k % self.every:
+            return t, 0.0
+        alpha = evaluate("alpha", self.alpha, k, most=1)
+        s = t if self.s is None else evaluate("s", self.s, k)
+        return t * alpha, s * (1 - alpha)
+
+    def lacks(self, need: str) -> str | None:
+        if need == "fixed point" and self.every > 1:
+            return f"every={self.every} alternates between two maps, and no w is fixed under both"
+        return None
+
+
+@dataclass(frozen=True)
+class BDA(StepRule):
+    """w⁺ = w − s·α_k·∇g − t·(1 − α_k)·∇h: BiGSAM with the roles of α and 1 − α swapped (Liu et al. 2020).
+
+    The default α_k = 1/k vanishes, as their analysis asks.
+    """
+
+    t: Rate
+    s: Rate | None = None
+    alpha: Rate = _VANISHING
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def weights(self, k: int) -> tuple[Value, Value]:
+        t = evaluate("t", self.t, k)
+        alpha = evaluate("alpha", self.alpha, k, most=1)
+        s = t if self.s is None else evaluate("s", self.s, k)
+        return t * (1 - alpha), s * alpha
+
+
+@dataclass(frozen=True)
+class Penalty(StepRule):
+    """w⁺ = w − t·∇(h + c·g): Tikhonov regularisation with the outer loss (paper, App. A)."""
+
+    t: Rate
+    c: Rate = 0.1
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def weights(self, k: int) -> tuple[Value, Value]:
+        t = evaluate("t", self.t, k)
+        return t, t * evaluate("c", self.c, k)
+
+
+SOLVERS: dict[str, Callable[[Rate], StepRule]] = {"gd": GD, "bigsam": BiGSAM, "bda": BDA, "penalty": Penalty}
+
+
+def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> StepRule:
+    """The solver that `inner` was asked for; `lr` sets the rates of a named one."""
+    if isinstance(solver, StepRule):
+        if lr is not None:
+            raise ValueError(
+                f"bilevel.inner: lr={lr} and a solver object were both given. Set the rates in the object: "
+                f"{type(solver).__name__}(t={lr}), or give the solver by name."
+            )
+        return solver
+    if solver not in SOLVERS:
+        known = ", ".join(map(repr, SOLVERS))
+        raise ValueError(f"bilevel.inner: unknown solver {solver!r}. Known: {known}, or a StepRule object.")
+    if has_optimizer:
+        if lr is not None:
+            raise ValueError(
+                f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its "
+                "own. Leave lr out, or leave the optimizer out."
+            )
+        return SOLVERS[solver](1.0)
+    return SOLVERS[solver](1e-3 if lr is None else lr)  # torch.optim.SGD's default, and the paper's rate
+
+
+def _check(rule: StepRule) -> None:
+    rule.weights(1)
+    rule.weights(getattr(rule, "every", 1))  # so that s and alpha are looked at as well

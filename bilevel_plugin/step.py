@@ -1,0 +1,294 @@
+"""One step of the inner problem as a function of its state, z⁺ = Φ_k(z), that can be run again alike.
+
+z holds the weights and the optimizer's tensors. What Φ_k depends on besides z is found in the autograd graph
+of its losses, never registered:
+
+- tensors of the batch that require grad are *cut*: the losses see a stand-in leaf, and the gradient that
+  gathers there goes on into the tensor's own graph once, when all steps are done;
+- everything else that requires grad (closed over, parameters of other modules, rates) is a *leaf* of the graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from .binding import Binding, Conditions, Loss, State, full_precision, map_tensors, tensors_of
+from .solvers import StepRule
+from .updates import Step
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+class Gradients:
+    """Sums of gradients: for tensors that the losses use themselves, and for those that were cut."""
+
+    def __init__(self) -> None:
+        self.direct: dict[int, tuple[Tensor, Tensor]] = {}
+        self.cut: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def add(sums: dict[int, tuple[Tensor, Tensor]], tensor: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            known = sums.get(id(tensor))
+            sums[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
+
+    def values(self) -> list[Tensor]:
+        return [grad for _, grad in (*self.direct.values(), *self.cut.values())]
+
+
+@dataclass
+class Traced:
+    """A function's value together with its graph: `to`, taken at the leaves `at`."""
+
+    at: State
+    to: State
+    cut: Pairs = field(default_factory=list)  # (tensor of the batch, its stand-in)
+    leaves: Sequence[Tensor] = ()
+
+    def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
+        """a·∂to/∂at, returned; a·∂to/∂λ, added to the sums, for `inputs`, or for every leaf if None."""
+        wanted = self.leaves if inputs is None else inputs
+        stand_ins = [stand_in for _, stand_in in self.cut]
+        keys = [n for n in a if self.to[n].requires_grad]
+        if not keys:
+            return {}
+        # retained, since the graph may run on into one that is not ours: a closed-over encoder's, say
+        grads = torch.autograd.grad(
+            [self.to[n] for n in keys],
+            [*self.at.values(), *stand_ins, *wanted],
+            [a[n] for n in keys],
+            allow_unused=True,
+            retain_graph=True,
+        )
+        inner, outer = grads[: len(self.at)], grads[len(self.at) :]
+        for (tensor, _), grad in zip(self.cut, outer, strict=False):
+            into.add(into.cut, tensor, grad)
+        for tensor, grad in zip(wanted, outer[len(self.cut) :], strict=True):
+            into.add(into.direct, tensor, grad)
+        return {n: grad for n, grad in zip(self.at, inner, strict=True) if grad is not None}
+
+
+class Watch:
+    """Notices a loss that is not finite, with its step: at once on the CPU, else when asked, so as not to wait.
+
+    Also looks once, at the first graph of a whole step, for functions that can't be differentiated twice.
+    """
+
+    def __init__(self) -> None:
+        self._looked = False
+        self._later: list[tuple[int, str, Tensor, State]] = []
+
+    def see(self, k: int, name: str, value: Tensor, w: State) -> None:
+        if value.device.type == "cpu":
+            if not torch.isfinite(value):
+                self._report(k, name, value, w)
+        elif value.device.type != "meta":
+            self._later.append((k, name, value, {}))
+
+    def look(self, to: State, z: State) -> None:
+        if not self._looked:
+            check_twice_differentiable(to.values(), z.values())
+            self._looked = True
+
+    def ask(self) -> None:
+        """Raise if a loss so far was not finite."""
+        later, self._later = self._later, []
+        if later and not bool(torch.isfinite(torch.stack([value for _, _, value, _ in later])).all()):
+            self._report(*next(entry for entry in later if not bool(torch.isfinite(entry[2]))))
+
+    def _report(self, k: int, name: str, value: Tensor, w: State) -> None:
+        broken = [n for n, x in w.items() if not bool(torch.isfinite(x).all())]
+        why = f"the step before made the weight {broken[0]!r} so" if broken else "a smaller rate may help"
+        raise FloatingPointError(f"bilevel.inner: {name} is {float(value)} at step k = {k}: {why}.")
+
+
+class Phi:
+    """Φ_k. Its first call is the step itself; each further call runs it again as it was then.
+
+    `buffers` are those of the model before the step; `buffers_after`, once it was called, those after it.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        binding: Binding,
+        rule: StepRule,
+        update: tuple[Step, list[Tensor]],
+        losses: Sequence[tuple[str, Loss, tuple[Any, ...]]],
+        buffers: State,
+        watch: Watch,
+        cut: bool,
+    ) -> None:
+        self.k, self._binding, self._rule, self._watch = k, binding, rule, watch
+        self._update, self._options = update
+        self.cut: Pairs = []
+        self._losses = [(n, loss, _cut(batch, self.cut) if cut else batch) for n, loss, batch in losses]
+        self._buffers, self.buffers_after = buffers, buffers
+        self.conditions: Conditions | None = None
+        self.values: State = {}
+        self.leaves: list[Tensor] = []
+        self._versions: list[tuple[str, Tensor, int]] = []
+
+    def __call__(self, z: State, *, graph: bool) -> Traced:
+        if self.conditions is not None:
+            self._check_unchanged()
+            with self.conditions.again():
+                return self._run(z, graph, first=False)
+        conditions = Conditions(self._binding)
+        traced = self._run(z, graph, first=True)
+        conditions.settle()
+        self.conditions = conditions
+        return traced
+
+    def _run(self, z: State, graph: bool, first: bool) -> Traced:
+        w = {n: z[n] for n in self._binding.parameters}
+        buffers = {n: b.clone() for n, b in self._buffers.items()}
+        weighted: list[Tensor] = []
+        with torch.enable_grad():
+            for (name, loss, batch), c in zip(self._losses, self._rule.weights(self.k), strict=True):
+                if not isinstance(c, Tensor) and c == 0:
+                    continue
+                value, buffers = self._binding.loss(name, loss, w, buffers, batch)
+                weighted.append(c * value)
+                if first:
+                    self._watch.see(self.k, name, value.detach(), w)
+                    self.values[name] = value.detach()
+                    self._find_leaves(name, weighted[-1], z)
+        with full_precision(), torch.enable_grad():
+            grads: Sequence[Tensor | None] = [None] * len(w)
+            if weighted:
+                objective = weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
+                grads = torch.autograd.grad(objective, list(w.values()), create_graph=graph, allow_unused=True)
+        with full_precision(), torch.set_grad_enabled(graph):
+            to = self._update(z, {n: d for n, d in zip(w, grads, strict=True) if d is not None})
+        if graph:
+            self._watch.look(to, z)
+        if first:
+            self._remember(z)
+            self.buffers_after = {n: _unless_equal(b, self._buffers[n]) for n, b in buffers.items()}
+        return Traced(z, to, self.cut, self.leaves)
+
+    def _find_leaves(self, name: str, value: Tensor, z: State) -> None:
+        stand_ins = [stand_in for _, stand_in in self.cut]
+        found, connected = walk(value, z.values(), stand_ins)
+        if not connected:
+            raise disconnected(name)
+        known = {id(x) for x in self.leaves}
+        self.leaves += [x for x in found if id(x) not in known]
+
+    def _remember(self, z: State) -> None:
+        """What the step depends on, as it is, to notice a change before the step is run again."""
+        for option in self._options:
+            known = {id(x) for x in self.leaves}
+            self.leaves += [x for x in walk(option, (), ())[0] if id(x) not in known]
+        batches = (
+            (f"a tensor in the batch of {n}", x)
+            for n, _, batch in self._losses
+            if n in self.values
+            for x in tensors_of(batch)
+        )
+        outer = (("an outer variable", x) for x in self.leaves)
+        weights = ((f"the weight {n!r}", x) for n, x in z.items())
+        self._versions = [(what, x, x._version) for what, x in (*batches, *outer, *weights)]
+
+    def _check_unchanged(self) -> None:
+        for what, x, version in self._versions:
+            if x._version != version:
+                raise RuntimeError(
+                    f"bilevel.inner: {what} (shape {tuple(x.shape)}) was changed in place after step k = {self.k} used "
+                    "it, so the step can't be run again as it was. Take the hypergradient before changing it, or step "
+                    "on a clone."
+                )
+
+
+def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
+    """Store a buffer once if it does not change. (Its version would not tell: BatchNorm does not move it.)"""
+    return old if new.device.type == "cpu" and torch.equal(new, old) else new
+
+
+def _cut(batch: tuple[Any, ...], pairs: Pairs) -> tuple[Any, ...]:
+    stand_ins = {id(tensor): stand_in for tensor, stand_in in pairs}
+
+    def replace(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            return x
+        if id(x) not in stand_ins:
+            stand_ins[id(x)] = x.detach().requires_grad_()
+            pairs.append((x, stand_ins[id(x)]))
+        return stand_ins[id(x)]
+
+    return map_tensors(replace, batch)
+
+
+def cut_batch(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Pairs]:
+    """The batch with a leaf in place of every tensor that requires grad, and which stands for which."""
+    pairs: Pairs = []
+    return _cut(batch, pairs), pairs
+
+
+def disconnected(name: str) -> ValueError:
+    """The error for a loss that no inner weight moves."""
+    return ValueError(
+        f"bilevel.inner: {name} does not depend on the weights of the inner problem. Compute it from the model that "
+        "it is given, without .detach(), .item() or torch.no_grad()."
+    )
+
+
+def walk(root: Tensor, z: Collection[Tensor], known: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+    """The leaves that the graph of root ends in, other than z and the known ones; and whether it meets z."""
+    state, other = {id(x) for x in z}, {id(x) for x in known}
+    found: list[Tensor] = []
+    met = False
+    for node in _nodes([root], stop := {x.grad_fn for x in z}):
+        leaf: Tensor | None = getattr(node, "variable", None)
+        if node in stop or (leaf is not None and id(leaf) in state):
+            met = True
+        elif leaf is not None and id(leaf) not in other:
+            found.append(leaf)
+    return found, met
+
+
+def check_twice_differentiable(to: Iterable[Tensor], z: Collection[Tensor]) -> None:
+    """Raise where autograd would give a wrong second derivative in silence."""
+    for node in _nodes(to, {x.grad_fn for x in z}):
+        if node.name() == "torch::autograd::Error":  # autograd.grad(inputs=...) takes it for a constant
+            raise RuntimeError(
+                "bilevel.inner: a function that h or g uses is marked once_differentiable: no second derivative.\n"
+                "The hypergradient would be wrong. bilevel.gradcheck names the module; write the backward of its "
+                "autograd.Function in differentiable operations."
+            )
+        if node.name().startswith("WeightNormInterface") and not _weight_norm_is_right():
+            raise RuntimeError(
+                "bilevel.inner: the second derivative of torch's weight_norm is wrong in this version of PyTorch.\n"
+                "The hypergradient would be wrong. Write it as a parametrization of your own: g * v / v.norm(...)."
+            )
+
+
+@functools.cache
+def _weight_norm_is_right() -> bool:
+    """Fails on the CPU at least up to torch 2.13."""
+    generator = torch.Generator().manual_seed(0)
+    v, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (3, 1)))
+    inputs = (v.requires_grad_(), g.requires_grad_())
+    fused = torch._weight_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return torch.autograd.gradgradcheck(lambda v, g: fused(v, g, 0), inputs, raise_exception=False, atol=1e-4)
+
+
+def _nodes(roots: Iterable[Tensor], stop: Collection[Any]) -> Generator[Any]:
+    """The nodes of a graph, up to and including those to stop at."""
+    stack: list[Any] = [get_gradient_edge(x).node for x in roots if x.requires_grad]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            if node not in stop:
+                stack.extend(edge for edge, _ in node.next_functions)

@@ -1,0 +1,124 @@
+"""Problems whose answers are known, and the differences that judge all others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import bilevel_plugin as bilevel
+
+
+class Vector(nn.Module):
+    """The plainest model: a vector of weights."""
+
+    def __init__(self, start: Tensor):
+        super().__init__()
+        self.w = nn.Parameter(start.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.w
+
+
+@dataclass
+class Ridge:
+    """h = ‖Xw − y‖²/2 + e^λ·‖w‖²/2, g = ‖Vw − u‖²/2: everything in closed form."""
+
+    X: Tensor
+    y: Tensor
+    V: Tensor
+    u: Tensor
+    lam: Tensor
+
+    @staticmethod
+    def random(n: int = 6, d: int = 3) -> Ridge:
+        f = {"dtype": torch.float64}
+        X, V = torch.randn(n, d, **f) / n**0.5, torch.randn(n, d, **f) / n**0.5
+        return Ridge(X, torch.randn(n, **f), V, torch.randn(n, **f), torch.tensor(-0.5, requires_grad=True, **f))
+
+    def h(self, model: nn.Module) -> Tensor:
+        return (self.X @ model.w - self.y).square().sum() / 2 + self.lam.exp() * model.w.square().sum() / 2
+
+    def g(self, model: nn.Module) -> Tensor:
+        return (self.V @ model.w - self.u).square().sum() / 2
+
+    def hessian(self, c: float = 0.0) -> Tensor:
+        """∇²(h + c·g)"""
+        eye = torch.eye(self.X.shape[1], dtype=self.X.dtype)
+        return (self.X.T @ self.X + self.lam.exp() * eye + c * self.V.T @ self.V).detach()
+
+    def solution(self, c: float = 0.0) -> Tensor:
+        """argmin h + c·g"""
+        return torch.linalg.solve(self.hessian(c), self.X.T @ self.y + c * self.V.T @ self.u)
+
+    def hypergradient(self, c: float = 0.0) -> Tensor:
+        """dg(w*(λ))/dλ = −∇g·(∇²(h + c·g))⁻¹·e^λ·w*"""
+        w = self.solution(c)
+        return -(self.V.T @ (self.V @ w - self.u)) @ torch.linalg.solve(self.hessian(c), self.lam.exp().detach() * w)
+
+    def model(self) -> Vector:
+        return Vector(torch.zeros(self.X.shape[1], dtype=self.X.dtype))
+
+
+class Line:
+    """h = (w₁ + w₂ − λ)²/2 has a whole line of minimisers; g = ‖w − c‖²/2 picks one of them (Eq. 3)."""
+
+    def __init__(self, lam: float = 1.0, c: tuple[float, float] = (2.0, 0.5)):
+        self.lam = torch.tensor(lam, dtype=torch.float64, requires_grad=True)
+        self.c = torch.tensor(c, dtype=torch.float64)
+
+    def h(self, model: nn.Module) -> Tensor:
+        return (model.w.sum() - self.lam).square() / 2
+
+    def g(self, model: nn.Module) -> Tensor:
+        return (model.w - self.c).square().sum() / 2
+
+    def projection(self, w: Tensor) -> Tensor:
+        """The point of the line that is nearest to w; at w = c, the solution of Eq. 3."""
+        return w - (w.sum() - self.lam.detach()) / 2
+
+    def model(self, start: tuple[float, float] = (-1.0, 1.0)) -> Vector:
+        return Vector(torch.tensor(start, dtype=torch.float64))
+
+
+def differences(f: Callable[[], float], x: Tensor, v: Tensor, eps: float = 2e-4) -> float:
+    """df(x + ε·v)/dε by central differences of fourth order; x is put back."""
+    there = x.detach().clone()
+
+    def at(step: float) -> float:
+        with torch.no_grad():
+            x.copy_(there + step * v)
+        try:
+            return f()
+        finally:
+            with torch.no_grad():
+                x.copy_(there)
+
+    return (8 * (at(eps) - at(-eps)) - (at(2 * eps) - at(-2 * eps))) / (12 * eps)
+
+
+def hypergrad(model, h, g, inputs, batch=(), outer=(), steps=3, seed=0, **options):
+    """The hypergradients of a loop of some steps, under a fixed seed."""
+    torch.manual_seed(seed)
+    with bilevel.inner(model, h, g, **options) as loop:
+        if steps:
+            loop.run(steps, *batch, outer=outer)
+        return loop.hypergrad(inputs, outer=outer)
+
+
+def value(model, h, g, batch=(), outer=(), steps=3, seed=0, **options) -> float:
+    """g(w_K) of the same loop."""
+    torch.manual_seed(seed)
+    if steps == 0:
+        return float(g(copy.deepcopy(model), *outer).detach())
+    with bilevel.inner(model, h, g, **options) as loop:
+        loop.run(steps, *batch, outer=outer)
+        return float(loop.value)
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    size = max(float(got.norm()), float(expected.norm()))
+    return float((got - expected).norm()) / size if size else 0.0

@@ -1,0 +1,441 @@
+"""The front: block, decorator, handle."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import Ridge, relative
+from torch import nn
+
+import bilevel_plugin as bilevel
+
+
+def setup(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 2)).to(dtype)
+    x, y = torch.randn(6, 3, dtype=dtype), torch.randint(2, (6,))
+    lam = torch.zeros(6, dtype=dtype, requires_grad=True)
+
+    def h(model, x, y):
+        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    def g(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    return model, h, g, lam, x, y
+
+
+def snapshot(model):
+    tensors = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return tensors, [m.training for m in model.modules()], [p.grad for p in model.parameters()]
+
+
+def same(model, before):
+    tensors, modes, grads = snapshot(model)
+    return (
+        all(torch.equal(tensors[n], t) for n, t in before[0].items())
+        and modes == before[1]
+        and all(a is b for a, b in zip(grads, before[2], strict=True))
+        and all(isinstance(p, nn.Parameter) for p in model.parameters())
+    )
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse("sqrt")])
+def test_the_model_is_left_bit_identical(engine):
+    model, h, g, lam, x, y = setup()
+    before = snapshot(model)
+    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+        loop.run(5, x, y, outer=(x, y))
+        assert same(model, before)
+        loop(x)
+        loop.hypergrad(lam)
+        loop.backward()
+    assert same(model, before)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_the_model_is_left_bit_identical_by_an_exception(at):
+    model, h, g, _lam, x, y = setup()
+    before = snapshot(model)
+    calls = 0
+
+    def breaks(model, x, y):
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            model(x)  # the buffers have moved by now
+            raise KeyError("in the loss")
+        return h(model, x, y)
+
+    with pytest.raises(KeyError, match="in the loss"), bilevel.inner(model, breaks, g, lr=0.1) as loop:
+        loop.run(5, x, y, outer=(x, y))
+    assert same(model, before)
+
+
+def test_commit_writes_weights_and_buffers():
+    model, h, g, lam, x, y = setup()
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        weights = {n: w.detach().clone() for n, w in loop.weights.items()}
+        loop.commit_()
+        loop.step(x, y)  # the loop goes on
+        loop.hypergrad(lam)
+    for n, p in model.named_parameters():
+        assert torch.equal(p, weights[n])
+    # step 1 has α = 1 and leaves g out; steps 2 and 3 show the model both batches
+    assert int(model[1].num_batches_tracked) == 5
+    assert not torch.equal(model[1].running_mean, torch.zeros(4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+def test_the_hypergradient_after_commit_is_that_before(engine):
+    model, h, g, lam, x, y = setup()
+    model.eval()
+    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        before = loop.hypergrad(lam)
+        loop.commit_()
+        assert torch.equal(loop.hypergrad(lam), before)
+
+
+def test_buffers_are_those_of_a_plain_loop():
+    """BatchNorm's statistics after K steps of GD are those of the training loop that was there before."""
+    model, h, g, _lam, x, y = setup()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    torch.manual_seed(3)
+    for _ in range(4):
+        optimizer.zero_grad()
+        h(plain, x, y).backward()
+        optimizer.step()
+    torch.manual_seed(3)
+    with bilevel.inner(model, h, g, solver="gd", lr=0.1) as loop:
+        loop.run(4, x, y)
+        loop.commit_()
+    for (n, a), (_, b) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
+        torch.testing.assert_close(a, b, msg=n)
+
+
+def test_backward_adds_and_hypergrad_returns():
+    model, h, g, lam, x, y = setup()
+    model.eval()
+    lam.grad = torch.ones_like(lam)
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        grad = loop.hypergrad(lam)
+        loop.backward()
+    torch.testing.assert_close(lam.grad, 1 + grad)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_structures_of_inputs():
+    model, h, g, lam, x, y = setup()
+    other = nn.Linear(1, 1, bias=False).double()
+    scaled = lambda m, x, y: h(m, x, y) * other.weight.square().sum()  # noqa: E731
+    with bilevel.inner(model, scaled, g, lr=0.1) as loop:
+        loop.run(2, x, y, outer=(x, y))
+        torch.manual_seed(1)
+        one = loop.hypergrad(lam)
+        torch.manual_seed(1)
+        listed = loop.hypergrad([lam, other.weight])
+        torch.manual_seed(1)
+        named = loop.hypergrad({"a": lam})
+        torch.manual_seed(1)
+        module = loop.hypergrad(other)
+        torch.manual_seed(1)
+        generated = loop.hypergrad(p for p in (lam,))
+    assert isinstance(listed, list)
+    assert torch.equal(one, listed[0])
+    assert torch.equal(one, generated[0])
+    assert torch.equal(one, named["a"])
+    assert torch.equal(module["weight"], listed[1])
+
+
+def test_a_non_leaf_goes_on_to_the_encoder_once():
+    """Features of an encoder, in the batch or closed over: the same gradient; in the batch, one trip through it."""
+    torch.manual_seed(0)
+    encoder, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()).double(), nn.Linear(4, 2).double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+    trips = []
+    encoder[0].weight.register_hook(lambda _: trips.append(1))
+    loss = lambda m, f, y: F.cross_entropy(m(f), y)  # noqa: E731
+    features = encoder(x)
+    with bilevel.inner(head, loss, loss, lr=0.2) as loop:
+        loop.run(5, features, y, outer=(features, y))
+        loop.backward()
+    assert len(trips) == 1
+    in_batch = [p.grad for p in encoder.parameters()]
+
+    features = encoder(x)
+    closed = lambda m: loss(m, features, y)  # noqa: E731
+    with bilevel.inner(head, closed, closed, lr=0.2) as loop:
+        loop.run(5)
+        closed_over = loop.hypergrad(list(encoder.parameters()))
+        at_features = loop.hypergrad(features)
+    direct = torch.autograd.grad(features, list(encoder.parameters()), at_features, retain_graph=True)
+    with bilevel.inner(head, closed, closed, lr=0.2, hypergrad="unroll") as loop:
+        loop.run(5)
+        oracle = loop.hypergrad(list(encoder.parameters()))
+    for a, b, c, d in zip(in_batch, closed_over, direct, oracle, strict=True):
+        for other in (b, c, d):
+            assert relative(a, other) < 1e-12
+
+
+def test_a_tensor_both_in_the_batch_and_closed_over_counts_twice():
+    ridge = Ridge.random()
+    lam = ridge.lam
+    h = lambda m, l: ridge.h(m) * l.exp()  # noqa: E731, E741
+    results = []
+    for engine in ("reverse", "unroll", "forward"):
+        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1, hypergrad=engine) as loop:
+            loop.run(4, lam)
+            results.append(loop.hypergrad(lam))
+            lam.grad = None
+            loop.backward()
+            results.append(lam.grad)
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0])
+
+
+def test_the_initial_weights_as_outer_variable():
+    """MAML: the gradient for w_0, by name or as a module; backward() gives it to the model only if it is named."""
+    model, h, g, _lam, x, y = setup()
+    model.eval()
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        grads = loop.hypergrad(model)
+        loop.backward()
+        assert all(p.grad is None for p in model.parameters())
+        loop.backward(model)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[n])
+    for engine in (bilevel.Reverse(truncate=2), "forward", "neumann"):
+        solver = bilevel.BiGSAM(0.1, alpha=0.5)
+        with bilevel.inner(model, h, g, solver=solver, hypergrad=engine) as loop:
+            loop.run(3, x, y, outer=(x, y))
+            with pytest.raises(ValueError, match="does not go back to the initial weights"):
+                loop.hypergrad(model)
+
+
+def test_another_outer_loss_and_another_batch():
+    model, h, g, lam, x, y = setup()
+    model.eval()
+    x2, y2 = torch.randn(4, 3, dtype=torch.float64), torch.randint(2, (4,))
+    results = []
+    for engine in ("reverse", "unroll"):
+        with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+            loop.run(3, x, y, outer=(x, y))
+            by_batch = loop.hypergrad(lam, outer=(x2, y2))
+            by_loss = loop.hypergrad(lam, loss=F.cross_entropy(loop(x2), y2))
+            torch.testing.assert_close(by_batch, by_loss)
+            penalty = loop.hypergrad(lam, loss=sum(w.square().sum() for w in loop.weights.values()))
+            results.append((by_batch, penalty))
+            with pytest.raises(ValueError, match="not both"):
+                loop.hypergrad(lam, outer=(x, y), loss=loop(x).sum())
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_loss_of_earlier_weights_is_refused_where_it_would_be_wrong():
+    model, h, g, lam, x, y = setup()
+    model.eval()
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.run(2, x, y, outer=(x, y))
+        early = F.cross_entropy(loop(x), y)
+        loop.run(2, x, y)
+        with pytest.raises(ValueError, match="computed from weights of an earlier step"):
+            loop.hypergrad(lam, loss=early + F.cross_entropy(loop(x), y))
+    with bilevel.inner(model, h, g, lr=0.1, hypergrad="unroll") as loop:
+        loop.run(2, x, y, outer=(x, y))
+        early = F.cross_entropy(loop(x), y)
+        loop.run(2, x, y)
+        both = loop.hypergrad(lam, loss=early + F.cross_entropy(loop(x), y))
+        torch.testing.assert_close(both, loop.hypergrad(lam, loss=early) + loop.hypergrad(lam))
+
+
+def test_unroll_is_differentiable_again():
+    ridge = Ridge.random()
+    with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.3, hypergrad="unroll") as loop:
+        loop.run(4)
+        grad = loop.hypergrad(ridge.lam, create_graph=True)
+        (second,) = torch.autograd.grad(grad, ridge.lam)
+    f = []
+    for d in (-1e-5, 1e-5):
+        with torch.no_grad():
+            ridge.lam += d
+        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.3) as loop:
+            loop.run(4)
+            f.append(float(loop.hypergrad(ridge.lam)))
+        with torch.no_grad():
+            ridge.lam -= d
+    assert float(second) == pytest.approx((f[1] - f[0]) / 2e-5, rel=1e-6)
+    with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.3) as loop:
+        loop.run(4)
+        with pytest.raises(ValueError, match="only hypergrad='unroll' keeps"):
+            loop.hypergrad(ridge.lam, create_graph=True)
+
+
+def test_hypergrad_before_any_step_is_the_direct_gradient():
+    model, h, g, _lam, x, y = setup()
+    model.eval()
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    scaled = lambda m, x, y: scale.square() * g(m, x, y)  # noqa: E731
+    expected = 4 * g(model, x, y).detach()
+    for engine in ("reverse", "unroll", "forward", bilevel.CG()):
+        solver = bilevel.GD(0.1)
+        with bilevel.inner(model, h, scaled, solver=solver, hypergrad=engine) as loop:
+            torch.testing.assert_close(loop.hypergrad(scale, outer=(x, y)), expected)
+            loop.backward(outer=(x, y))
+            torch.testing.assert_close(scale.grad, expected)
+            scale.grad = None
+
+
+def test_the_handle_after_its_block():
+    model, h, g, lam, x, y = setup()
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.step(x, y, outer=(x, y))
+    for use in (
+        lambda: loop.step(x, y),
+        lambda: loop.run(2, x, y),
+        lambda: loop(x),
+        lambda: loop.hypergrad(lam),
+        lambda: loop.backward(),
+        lambda: loop.commit_(),
+        lambda: loop.value,
+        lambda: loop.weights,
+    ):
+        with pytest.raises(RuntimeError, match="this loop's block has ended"):
+            use()
+
+
+def test_decorator():
+    model, h, g, lam, x, y = setup()
+
+    @bilevel.inner(model, h, g, lr=0.1)
+    def train(loop, steps, *, scale=1.0):
+        """What it does."""
+        loop.run(steps, x, y, outer=(x, y))
+        return scale * loop.hypergrad(lam), loop.steps
+
+    torch.manual_seed(5)
+    first = train(3)
+    torch.manual_seed(5)
+    again = train(3, scale=2.0)
+    torch.testing.assert_close(again[0], 2 * first[0])
+    assert first[1] == 3
+    assert train.__doc__ == "What it does."
+
+
+def test_a_decorator_follows_the_model_and_opens_inside_itself():
+    ridge = Ridge.random()
+    model = ridge.model()
+    block = bilevel.inner(model, ridge.h, ridge.g, solver="gd", lr=0.1)
+
+    @block
+    def train(loop, depth=0):
+        loop.step()
+        inside = train(depth - 1) if depth else None
+        return float(loop.value), inside, loop.steps
+
+    value, inside, steps = train(1)
+    assert (value, steps) == (inside[0], 1)
+    with torch.no_grad():
+        model.w += 1
+    assert train()[0] != value
+
+
+def test_mini_batches_in_a_loop_that_exists():
+    """A DataLoader with indices, λ per sample: the example of the design."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.randint(2, (8,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y, torch.arange(8)), batch_size=3)
+    lam = torch.zeros(8, dtype=torch.float64, requires_grad=True)
+
+    def h(model, x, y, i):
+        return (torch.sigmoid(lam[i]) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    def g(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    grads = []
+    for engine in ("reverse", "unroll", bilevel.Reverse("sqrt")):
+        with bilevel.inner(model, h, g, lr=0.5, hypergrad=engine) as loop:
+            for xb, yb, i in loader:
+                loop.step(xb, yb, i, outer=(x, y))
+            grads.append(loop.hypergrad(lam))
+    assert bool((grads[0] != 0).all())
+    assert relative(grads[0], grads[1]) < 1e-12
+    assert relative(grads[2], grads[1]) < 1e-12
+
+
+def test_batches_of_any_structure():
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    features = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    h = lambda m, b, flag: F.cross_entropy(m(b["x"][0]), b["y"]) * (2 if flag == "twice" else 1)  # noqa: E731
+    batch = {"x": (features,), "y": torch.tensor([0, 1, 0, 1])}
+    grads = []
+    for engine in ("reverse", "unroll"):
+        with bilevel.inner(model, h, lambda m, b: h(m, b, ""), lr=0.1, hypergrad=engine) as loop:
+            loop.run(3, batch, "twice", outer=batch)  # one object, not a tuple: it is the batch
+            grads.append(loop.hypergrad(features))
+    torch.testing.assert_close(*grads)
+
+
+def test_inside_no_grad():
+    model, h, g, lam, x, y = setup()
+    model.eval()
+    with torch.no_grad(), bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        inside = loop.hypergrad(lam)
+        start = loop.hypergrad(model)
+        assert not loop(x).requires_grad
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        torch.testing.assert_close(loop.hypergrad(lam), inside)
+        torch.testing.assert_close(loop.hypergrad(model)["0.weight"], start["0.weight"])
+
+
+def test_value_and_losses():
+    ridge = Ridge.random()
+    model = ridge.model()
+    with bilevel.inner(model, ridge.h, ridge.g, lr=0.1) as loop:
+        assert float(loop.value) == pytest.approx(float(ridge.g(model).detach()))
+        losses = loop.step()
+        assert float(losses.h) == pytest.approx(float(ridge.h(model).detach()))
+        assert losses.g is None  # α₁ = 1
+        assert loop.step().g is not None
+        assert not loop.value.requires_grad
+        assert loop.steps == 2
+
+
+def test_the_outer_batch_stays_until_another_is_given():
+    model, h, g, _lam, x, y = setup()
+    seen = []
+
+    def watched(model, x, y):
+        seen.append(len(x))
+        return g(model, x, y)
+
+    with bilevel.inner(model, h, watched, solver=bilevel.BiGSAM(0.1, alpha=0.5)) as loop:
+        loop.step(x, y, outer=(x, y))
+        loop.step(x, y)
+        loop.step(x, y, outer=(x[:3], y[:3]))
+        _ = loop.value
+    assert seen == [6, 6, 3, 3]
+
+
+def test_retain_graph_as_in_autograd():
+    encoder, head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+    x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
+    features = encoder(x).tanh()
+    loss = lambda m, f, y: F.cross_entropy(m(f), y)  # noqa: E731
+    with bilevel.inner(head, loss, loss, lr=0.2) as loop:
+        loop.run(2, features, y, outer=(features, y))
+        first = loop.hypergrad(encoder, retain_graph=True)
+        loop.backward()
+        torch.testing.assert_close(encoder.weight.grad, first["weight"])
+        with pytest.raises(RuntimeError, match="second time"):
+            loop.hypergrad(encoder)

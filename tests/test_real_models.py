@@ -1,0 +1,252 @@
+"""Real models just work: every architecture's hypergradient against central differences in float64."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import differences, hypergrad, relative, value
+from test_inner import same, snapshot
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import bilevel_plugin as bilevel
+from recipes import vision
+
+
+class Sequence(nn.Module):
+    """Tokens through an embedding and a layer on (batch, time, feature) to class scores."""
+
+    def __init__(self, layer, width=8, tied=False):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(5, width), layer
+        self.out = nn.Linear(width, 5, bias=not tied)
+        if tied:
+            self.out.weight = self.embed.weight
+
+    def forward(self, x):
+        y = self.layer(self.embed(x))
+        return self.out((y[0] if isinstance(y, tuple) else y).mean(1))
+
+
+class Attend(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.inside(x, x, x, need_weights=False)[0]
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inside = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+
+    def forward(self, x):
+        return self.inside(x, x)
+
+
+class Double(nn.Module):
+    """A parametrization of one's own."""
+
+    def forward(self, w):
+        return 2 * w.tanh()
+
+
+def doubled(layer):
+    return parametrize.register_parametrization(layer, "weight", Double())
+
+
+class Shared(nn.Module):
+    """One submodule under two names, a frozen layer, a weight that no loss touches, a buffer that is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = self.first
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.out = nn.Linear(3, 5)
+        self.unused = nn.Parameter(torch.ones(2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.out(self.second(self.frozen(self.first(x).tanh()).tanh()).tanh()) * (1 + 0.1 * self.calls)
+
+
+def images(*layers):
+    return nn.Sequential(nn.Unflatten(1, (1, 4, 4)), *layers)
+
+
+def vectors(*layers):
+    return nn.Sequential(nn.Linear(3, 8), *layers)
+
+
+POOLED = nn.Softplus(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 5)
+
+MODELS = {
+    "batchnorm": (lambda: vectors(nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)), (3,)),
+    "batchnorm, no momentum": (lambda: vectors(nn.BatchNorm1d(8, momentum=None), nn.Tanh(), nn.Linear(8, 5)), (3,)),
+    "layernorm": (lambda: vectors(nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 5)), (3,)),
+    "groupnorm": (lambda: vectors(nn.GroupNorm(2, 8), nn.SiLU(), nn.Linear(8, 5)), (3,)),
+    "dropout": (lambda: vectors(nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 5)), (3,)),
+    "conv": (lambda: images(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), *POOLED), (16,)),
+    "lstm": (lambda: Sequence(nn.LSTM(8, 8, 2, batch_first=True)), "tokens"),
+    "lstm with dropout": (lambda: Sequence(nn.LSTM(8, 8, 2, batch_first=True, dropout=0.3)), "tokens"),
+    "gru": (lambda: Sequence(nn.GRU(8, 8, batch_first=True)), "tokens"),
+    "sdpa": (lambda: Sequence(Attend()), "tokens"),
+    "multihead attention": (lambda: Sequence(SelfAttention()), "tokens"),
+    "transformer encoder": (lambda: Sequence(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)), "tokens"),
+    "transformer decoder": (lambda: Sequence(DecoderLayer()), "tokens"),
+    "tied weights": (lambda: Sequence(nn.GRU(8, 8, batch_first=True), tied=True), "tokens"),
+    "shared submodule": (Shared, (3,)),
+    "weight norm": (lambda: vectors(nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, 5))), (3,)),
+    "orthogonal": (lambda: vectors(nn.Tanh(), parametrizations.orthogonal(nn.Linear(8, 5))), (3,)),
+    "own parametrization": (lambda: vectors(nn.Tanh(), doubled(nn.Linear(8, 5))), (3,)),
+}
+
+
+def problem(name, dtype=torch.float64):
+    torch.manual_seed(0)
+    make, shape = MODELS[name]
+    model = make().to(dtype)
+    sample = (
+        (lambda n: torch.randint(5, (n, 6))) if shape == "tokens" else (lambda n: torch.randn(n, *shape, dtype=dtype))
+    )
+    batch, outer = ((sample(n), torch.randint(5, (n,))) for n in (6, 5))
+    lam = torch.randn(6, dtype=dtype, requires_grad=True)
+
+    def h(model, x, y):
+        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    def g(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    return model, h, g, lam, tuple(batch), tuple(outer)
+
+
+@pytest.mark.parametrize("engine", ["reverse", bilevel.Reverse("sqrt"), "forward"], ids=["reverse", "sqrt", "forward"])
+@pytest.mark.parametrize("name", MODELS)
+def test_against_differences(name, engine):
+    model, h, g, lam, batch, outer = problem(name)
+    before = snapshot(model)
+    got = hypergrad(model, h, g, lam, batch, outer, 4, lr=0.2, hypergrad=engine)
+    assert relative(got, hypergrad(model, h, g, lam, batch, outer, 4, lr=0.2, hypergrad="unroll")) < 1e-10
+    v = torch.randn(6, dtype=torch.float64)
+    expected = differences(lambda: value(model, h, g, batch, outer, 4, lr=0.2), lam, v)
+    assert abs(float((got * v).sum()) - expected) / float(got.norm()) < 1e-7
+    assert same(model, before)
+
+
+def test_replaced_buffers_are_carried_along():
+    model, h, g, _, batch, outer = problem("shared submodule")
+    with bilevel.inner(model, h, g, solver="gd", lr=0.1) as loop:
+        loop.run(4, *batch, outer=outer)
+        loop.commit_()
+    assert float(model.calls) == 4
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_hugging_face_model_from_a_config(family):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package's own imports
+        vision.torchvision("transforms")  # transformers imports it where it is installed
+        import transformers
+
+        sizes = {
+            "vocab_size": 11,
+            "hidden_size": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+        }
+        if family == "bert":
+            config, kind = transformers.BertConfig(**sizes, num_labels=3), transformers.BertForSequenceClassification
+        elif family == "gpt2":
+            config = transformers.GPT2Config(vocab_size=11, n_embd=8, n_layer=2, n_head=2, n_positions=16)
+            kind = transformers.GPT2LMHeadModel
+        else:
+            config, kind = transformers.LlamaConfig(**sizes, num_key_value_heads=2), transformers.LlamaForCausalLM
+        torch.manual_seed(0)
+        model = kind(config).double()
+    ids = torch.randint(11, (4, 6))
+    labels = torch.randint(3, (4,)) if family == "bert" else ids
+    lam = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    h = lambda m, batch: lam.exp() * m(**batch).loss  # noqa: E731
+    g = lambda m, batch: m(**batch).loss  # noqa: E731
+    batch = ({"input_ids": ids, "labels": labels},)
+    got = hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1)
+    assert relative(got, hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1, hypergrad="unroll")) < 1e-10
+    # the language models compute their loss and norms in float32, whatever they are given: wider, rougher differences
+    eps, tolerance = (2e-4, 1e-7) if family == "bert" else (3e-2, 2e-4)
+    expected = differences(lambda: value(model, h, g, batch, batch, 3, lr=0.1), lam, torch.ones_like(lam), eps)
+    assert float(got) == pytest.approx(expected, rel=tolerance)
+
+
+def test_autocast_around_the_step_or_in_the_loss():
+    """bf16 inside, float32 weights; the reverse sweep computes in the precision of the step, wherever it is called."""
+    model, h, g, lam, batch, outer = problem("batchnorm", torch.float32)
+
+    def inside(f):
+        def loss(*args):
+            with torch.autocast("cpu", torch.bfloat16):
+                return f(*args)
+
+        return loss
+
+    grads = []
+    for engine in ("reverse", "unroll"):
+        with bilevel.inner(model, inside(h), inside(g), lr=0.1, hypergrad=engine) as loop:
+            loop.run(4, *batch, outer=outer)
+            assert all(w.dtype == torch.float32 for w in loop.weights.values())
+            grads.append(loop.hypergrad(lam))
+        with bilevel.inner(model, h, inside(g), lr=0.1, hypergrad=engine) as loop:
+            with torch.autocast("cpu", torch.bfloat16):
+                loop.run(4, *batch, outer=outer)
+            grads.append(loop.hypergrad(lam))
+    for other in grads[1:]:
+        assert relative(grads[0], other) < 1e-5
+    single = hypergrad(model, h, g, lam, batch, outer, 4, lr=0.1)
+    assert 1e-5 < relative(single, grads[0]) < 0.1
+
+
+def test_the_mode_of_the_step_is_that_of_its_replay():
+    """eval() between the loop and the hypergradient does not change the steps that were taken."""
+    model, h, g, lam, batch, outer = problem("dropout")
+    results = []
+    for engine in ("reverse", "unroll"):
+        torch.manual_seed(1)
+        model.train()
+        with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+            loop.run(4, *batch, outer=outer)
+            model.eval()
+            results.append(loop.hypergrad(lam))
+            assert not model.training
+    torch.testing.assert_close(*results)
+
+
+def test_random_numbers_are_drawn_anew_in_each_step_and_alike_in_its_replay():
+    model, h, g, lam, batch, outer = problem("dropout")
+    drawn = []
+
+    def watched(model, x, y):
+        drawn.append(torch.get_rng_state())
+        return h(model, x, y)
+
+    torch.manual_seed(1)
+    with bilevel.inner(model, watched, g, solver="gd", lr=0.1, hypergrad=bilevel.Reverse(checkpoint=2)) as loop:
+        loop.run(4, *batch, outer=outer)
+        after = torch.get_rng_state()
+        steps = list(drawn)
+        assert len({bytes(s.numpy()) for s in steps}) == 4
+        drawn.clear()
+        model.eval()
+        loop.hypergrad(lam)
+        assert torch.equal(torch.get_rng_state(), after)  # the caller's stream is not touched by replays
+    assert {bytes(s.numpy()) for s in drawn} == {bytes(s.numpy()) for s in steps}
