@@ -92,7 +92,7 @@ def gradcheck(
                 f"bilevel.gradcheck: the input {name or 'given'} (shape {tuple(x.shape)}) is no leaf, so it can't be "
                 "moved to take differences. Give the leaf that it is computed from."
             )
-    eps, tol = _scales([*tensors.values(), *model.parameters()], tol)
+    scale = _Scale.of([*tensors.values(), *model.parameters()], tol)
     binding = Binding(model, options.get("optimizer"))
     block = inner(model, h, g, **options)
 
@@ -105,10 +105,8 @@ def gradcheck(
             return 0.0, loop.hypergrad(list(tensors.values()))
 
     with torch.random.fork_rng(devices=[d.index or 0 for d in binding.devices if d.type == "cuda"]):
-        found = _check_directions(tensors, run, directions, eps, tol, seed)
-        second, modules = _check_second_derivatives(
-            binding, (("h", h, batch), ("g", g, outer)), options, eps, tol, seed
-        )
+        found = _check_directions(tensors, run, directions, scale, seed)
+        second, modules = _check_second_derivatives(binding, (("h", h, batch), ("g", g, outer)), options, scale, seed)
     return Report(found, second, modules)
 
 
@@ -116,8 +114,7 @@ def _check_directions(
     tensors: State,
     run: Callable[[bool], tuple[float, list[Tensor]]],
     directions: int,
-    eps: float,
-    tol: float,
+    scale: _Scale,
     seed: int,
 ) -> list[Finding]:
     try:
@@ -142,7 +139,7 @@ def _check_directions(
             got = (grad * v).sum().detach()
             what = f"input {name or 'given'}, direction {j}"
             # v is of unit size an entry, so that ‖∇‖ is the size of a typical ∇·v
-            findings.append(_compare(what, got, along, eps, tol, float(grad.norm())))
+            findings.append(_compare(what, got, along, scale, float(grad.norm())))
     return findings
 
 
@@ -150,8 +147,7 @@ def _check_second_derivatives(
     binding: Binding,
     losses: Sequence[tuple[str, Loss, Any]],
     options: dict[str, Any],
-    eps: float,
-    tol: float,
+    scale: _Scale,
     seed: int,
 ) -> tuple[list[Finding], list[str]]:
     findings: list[Finding] = []
@@ -167,13 +163,13 @@ def _check_second_derivatives(
             return binding.loss(name, loss, w, buffers, args)[0]
 
         w = {n: p.detach().clone() for n, p in binding.parameters.items()}
-        findings.append(_check_hessian(f"loss {name}", value, w, eps, tol, seed))
+        findings.append(_check_hessian(f"loss {name}", value, w, scale, seed))
         if findings[-1].verdict == "WRONG":
             modules += [m for m in _failing_modules(binding, value, w, seed) if m not in modules]
     return findings, modules
 
 
-def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, eps: float, tol: float, seed: int) -> Finding:
+def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, scale: _Scale, seed: int) -> Finding:
     """∇²f·v by double backward against differences of ∇f along v."""
     v = {n: _randn(x, seed) for n, x in w.items()}
 
@@ -196,7 +192,7 @@ def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, eps: f
             second = torch.autograd.grad(torch.stack(dot).sum(), list(at.values()), allow_unused=True)
     except (RuntimeError, NotImplementedError) as error:
         return Finding(what, math.inf, "WRONG", f"no second derivative: {_first_line(error)}")
-    return _compare(what, flat(second), lambda step: flat(gradient(step)[1]), eps, tol)
+    return _compare(what, flat(second), lambda step: flat(gradient(step)[1]), scale)
 
 
 def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: State, seed: int) -> list[str]:
@@ -218,7 +214,7 @@ def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: Stat
     finally:
         for hook in hooks:
             hook.remove()
-    eps, tol = _scales([torch.zeros((), dtype=torch.float64)], None)
+    scale = _Scale.of([])
     failing: list[tuple[str, str]] = []
     for name, (module, args, kwargs) in calls.items():
 
@@ -238,7 +234,7 @@ def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: Stat
         at = {n: p.detach().clone() for n, p in module.named_parameters() if p.is_floating_point()}
         floating = [x for x in tensors_of((args, kwargs)) if x.is_floating_point()]
         at |= {f"@{i}": x for i, x in enumerate(floating)}
-        if at and (finding := _check_hessian(name, probe, at, eps, tol, seed)).verdict == "WRONG":
+        if at and (finding := _check_hessian(name, probe, at, scale, seed)).verdict == "WRONG":
             failing.append((name, f"{name or 'itself'!r} ({type(module).__name__}): {finding.note or 'wrong values'}"))
     return [
         text
@@ -247,37 +243,48 @@ def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: Stat
     ]
 
 
-def _compare(
-    what: str, got: Tensor, along: Callable[[float], Tensor], eps: float, tol: float, typical: float = 0.0
-) -> Finding:
-    """The derivative that autograd gave against central differences, at the ε whose differences agree best."""
-    error, rough = _differences(got, along, eps, typical)
-    if error > tol:
-        others = [_differences(got, along, eps * c, typical) for c in (1 / 8, 8)]
-        error, rough = min([(error, rough), *others], key=lambda d: d[1])
-    if error <= tol:
+@dataclass(frozen=True)
+class _Scale:
+    """The ε of the differences, the relative error to allow, and the rounding unit of the function."""
+
+    eps: float
+    tol: float
+    unit: float
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor], tol: float | None = None) -> _Scale:
+        fine = all(x.dtype == torch.float64 for x in tensors if x.is_floating_point())
+        return _Scale(1e-4, tol or 1e-6, 2**-53) if fine else _Scale(5e-3, tol or 1e-2, 2**-24)
+
+
+def _compare(what: str, got: Tensor, along: Callable[[float], Tensor], scale: _Scale, typical: float = 0.0) -> Finding:
+    """The derivative that autograd gave against central differences."""
+    error, rough = _differences(got, along, scale, 1, typical)
+    if error > scale.tol:  # judge by the smallest ε whose differences are good enough, or else by the best
+        tried = [_differences(got, along, scale, 1 / 8, typical), (error, rough)]
+        tried += [_differences(got, along, scale, 8, typical)]
+        error, rough = next((d for d in tried if d[1] <= scale.tol), min(tried, key=lambda d: d[1]))
+    if error <= scale.tol:
         return Finding(what, error, "ok")
-    # D(ε) − D(2ε) is the error of D: where it is as large as the error found, the differences can't judge
     if error <= rough:
         return Finding(what, error, "?", f"the differences are off by {rough:.1e} themselves: a kink, or rounding")
     return Finding(what, error, "WRONG")
 
 
-def _differences(got: Tensor, along: Callable[[float], Tensor], eps: float, typical: float) -> tuple[float, float]:
-    """The relative error of `got`, and that of the simple differences."""
-    near = (along(eps) - along(-eps)) / (2 * eps)
-    far = (along(2 * eps) - along(-2 * eps)) / (4 * eps)
+def _differences(
+    got: Tensor, along: Callable[[float], Tensor], scale: _Scale, factor: float, typical: float
+) -> tuple[float, float]:
+    """The relative error of `got`, and that of the differences: D(ε) − D(2ε), and the rounding of f over ε."""
+    eps = scale.eps * factor
+    ahead, behind = along(eps), along(-eps)
+    near, far = (ahead - behind) / (2 * eps), (along(2 * eps) - along(-2 * eps)) / (4 * eps)
     expected = (4 * near - far) / 3
     got = got.to(expected)
     size = max(float(expected.norm()), float(got.norm()), typical)
     if size == 0:
         return 0.0, 0.0
-    return float((got - expected).norm()) / size, float((near - far).norm()) / size
-
-
-def _scales(tensors: Sequence[Tensor], tol: float | None) -> tuple[float, float]:
-    fine = all(x.dtype == torch.float64 for x in tensors if x.is_floating_point())
-    return (1e-4, tol or 1e-6) if fine else (5e-3, tol or 1e-2)
+    rough = float((near - far).norm()) + 4 * scale.unit * float(ahead.norm()) / eps
+    return float((got - expected).norm()) / size, rough / size
 
 
 def _randn(x: Tensor, seed: int) -> Tensor:

@@ -37,7 +37,10 @@ class Gradients:
     def add(sums: dict[int, tuple[Tensor, Tensor]], tensor: Tensor, grad: Tensor | None) -> None:
         if grad is not None:
             known = sums.get(id(tensor))
-            sums[id(tensor)] = (tensor, grad if known is None else known[1] + grad)
+            if known is None:
+                sums[id(tensor)] = (tensor, grad.clone())
+            else:
+                known[1].add_(grad)
 
     def values(self) -> list[Tensor]:
         return [grad for _, grad in (*self.direct.values(), *self.cut.values())]
@@ -92,9 +95,9 @@ class Watch:
         elif value.device.type != "meta":
             self._later.append((k, name, value, {}))
 
-    def look(self, to: State, z: State) -> None:
+    def look(self, roots: Iterable[Tensor], z: State) -> None:
         if not self._looked:
-            check_twice_differentiable(to.values(), z.values())
+            check_twice_differentiable(roots, z.values())
             self._looked = True
 
     def ask(self) -> None:
@@ -169,9 +172,9 @@ class Phi:
         with full_precision(), torch.set_grad_enabled(graph):
             to = self._update(z, {n: d for n, d in zip(w, grads, strict=True) if d is not None})
         if graph:
-            self._watch.look(to, z)
+            self._watch.look([*weighted, *to.values()], z)
         if first:
-            self._remember(z)
+            self._remember()
             self.buffers_after = {n: _unless_equal(b, self._buffers[n]) for n, b in buffers.items()}
         return Traced(z, to, self.cut, self.leaves)
 
@@ -183,11 +186,11 @@ class Phi:
         known = {id(x) for x in self.leaves}
         self.leaves += [x for x in found if id(x) not in known]
 
-    def _remember(self, z: State) -> None:
+    def _remember(self) -> None:
         """What the step depends on, as it is, to notice a change before the step is run again."""
         for option in self._options:
             known = {id(x) for x in self.leaves}
-            self.leaves += [x for x in walk(option, (), ())[0] if id(x) not in known]
+            self.leaves += [x for x in walk(option, ())[0] if id(x) not in known]
         batches = (
             (f"a tensor in the batch of {n}", x)
             for n, _, batch in self._losses
@@ -195,8 +198,7 @@ class Phi:
             for x in tensors_of(batch)
         )
         outer = (("an outer variable", x) for x in self.leaves)
-        weights = ((f"the weight {n!r}", x) for n, x in z.items())
-        self._versions = [(what, x, x._version) for what, x in (*batches, *outer, *weights)]
+        self._versions = [(what, x, x._version) for what, x in (*batches, *outer)]
 
     def _check_unchanged(self) -> None:
         for what, x, version in self._versions:
@@ -241,7 +243,7 @@ def disconnected(name: str) -> ValueError:
     )
 
 
-def walk(root: Tensor, z: Collection[Tensor], known: Iterable[Tensor]) -> tuple[list[Tensor], bool]:
+def walk(root: Tensor, z: Collection[Tensor], known: Iterable[Tensor] = ()) -> tuple[list[Tensor], bool]:
     """The leaves that the graph of root ends in, other than z and the known ones; and whether it meets z."""
     state, other = {id(x) for x in z}, {id(x) for x in known}
     found: list[Tensor] = []
@@ -255,9 +257,9 @@ def walk(root: Tensor, z: Collection[Tensor], known: Iterable[Tensor]) -> tuple[
     return found, met
 
 
-def check_twice_differentiable(to: Iterable[Tensor], z: Collection[Tensor]) -> None:
+def check_twice_differentiable(roots: Iterable[Tensor], z: Collection[Tensor]) -> None:
     """Raise where autograd would give a wrong second derivative in silence."""
-    for node in _nodes(to, {x.grad_fn for x in z}):
+    for node in _nodes(roots, {x.grad_fn for x in z}):
         if node.name() == "torch::autograd::Error":  # autograd.grad(inputs=...) takes it for a constant
             raise RuntimeError(
                 "bilevel.inner: a function that h or g uses is marked once_differentiable: no second derivative.\n"

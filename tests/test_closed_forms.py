@@ -139,7 +139,7 @@ def test_one_variable_problem_needs_no_outer_variable():
 
 def test_truncation_is_exact_when_it_covers_the_loop_and_biased_otherwise():
     ridge = Ridge.random()
-    run = lambda m: hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=12, solver="gd", lr=0.5, hypergrad=m)  # noqa: E731
+    run = lambda m: hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=12, solver="gd", lr=0.5, hypergrad=m)
     exact = run("unroll")
     assert relative(run(bilevel.Reverse(truncate=12)), exact) < 1e-12
     errors = [relative(run(bilevel.Reverse(truncate=m)), exact) for m in (1, 3, 6, 9)]

@@ -132,7 +132,7 @@ def test_backward_adds_and_hypergrad_returns():
 def test_structures_of_inputs():
     model, h, g, lam, x, y = setup()
     other = nn.Linear(1, 1, bias=False).double()
-    scaled = lambda m, x, y: h(m, x, y) * other.weight.square().sum()  # noqa: E731
+    scaled = lambda m, x, y: h(m, x, y) * other.weight.square().sum()
     with bilevel.inner(model, scaled, g, lr=0.1) as loop:
         loop.run(2, x, y, outer=(x, y))
         torch.manual_seed(1)
@@ -159,7 +159,7 @@ def test_a_non_leaf_goes_on_to_the_encoder_once():
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
     trips = []
     encoder[0].weight.register_hook(lambda _: trips.append(1))
-    loss = lambda m, f, y: F.cross_entropy(m(f), y)  # noqa: E731
+    loss = lambda m, f, y: F.cross_entropy(m(f), y)
     features = encoder(x)
     with bilevel.inner(head, loss, loss, lr=0.2) as loop:
         loop.run(5, features, y, outer=(features, y))
@@ -168,7 +168,7 @@ def test_a_non_leaf_goes_on_to_the_encoder_once():
     in_batch = [p.grad for p in encoder.parameters()]
 
     features = encoder(x)
-    closed = lambda m: loss(m, features, y)  # noqa: E731
+    closed = lambda m: loss(m, features, y)
     with bilevel.inner(head, closed, closed, lr=0.2) as loop:
         loop.run(5)
         closed_over = loop.hypergrad(list(encoder.parameters()))
@@ -185,7 +185,7 @@ def test_a_non_leaf_goes_on_to_the_encoder_once():
 def test_a_tensor_both_in_the_batch_and_closed_over_counts_twice():
     ridge = Ridge.random()
     lam = ridge.lam
-    h = lambda m, l: ridge.h(m) * l.exp()  # noqa: E731, E741
+    h = lambda m, l: ridge.h(m) * l.exp()  # noqa: E741
     results = []
     for engine in ("reverse", "unroll", "forward"):
         with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1, hypergrad=engine) as loop:
@@ -280,7 +280,7 @@ def test_hypergrad_before_any_step_is_the_direct_gradient():
     model, h, g, _lam, x, y = setup()
     model.eval()
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    scaled = lambda m, x, y: scale.square() * g(m, x, y)  # noqa: E731
+    scaled = lambda m, x, y: scale.square() * g(m, x, y)
     expected = 4 * g(model, x, y).detach()
     for engine in ("reverse", "unroll", "forward", bilevel.CG()):
         solver = bilevel.GD(0.1)
@@ -374,7 +374,7 @@ def test_batches_of_any_structure():
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     features = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    h = lambda m, b, flag: F.cross_entropy(m(b["x"][0]), b["y"]) * (2 if flag == "twice" else 1)  # noqa: E731
+    h = lambda m, b, flag: F.cross_entropy(m(b["x"][0]), b["y"]) * (2 if flag == "twice" else 1)
     batch = {"x": (features,), "y": torch.tensor([0, 1, 0, 1])}
     grads = []
     for engine in ("reverse", "unroll"):
@@ -431,7 +431,7 @@ def test_retain_graph_as_in_autograd():
     encoder, head = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.randint(2, (6,))
     features = encoder(x).tanh()
-    loss = lambda m, f, y: F.cross_entropy(m(f), y)  # noqa: E731
+    loss = lambda m, f, y: F.cross_entropy(m(f), y)
     with bilevel.inner(head, loss, loss, lr=0.2) as loop:
         loop.run(2, features, y, outer=(features, y))
         first = loop.hypergrad(encoder, retain_graph=True)

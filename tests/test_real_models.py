@@ -178,8 +178,8 @@ def test_hugging_face_model_from_a_config(family):
     ids = torch.randint(11, (4, 6))
     labels = torch.randint(3, (4,)) if family == "bert" else ids
     lam = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    h = lambda m, batch: lam.exp() * m(**batch).loss  # noqa: E731
-    g = lambda m, batch: m(**batch).loss  # noqa: E731
+    h = lambda m, batch: lam.exp() * m(**batch).loss
+    g = lambda m, batch: m(**batch).loss
     batch = ({"input_ids": ids, "labels": labels},)
     got = hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1)
     assert relative(got, hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1, hypergrad="unroll")) < 1e-10

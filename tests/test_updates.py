@@ -80,7 +80,7 @@ def test_goes_on_from_the_state_that_the_optimizer_has(rule):
 def test_a_scheduler_between_steps_is_followed_and_replayed():
     model, x, y = problem()
     lam = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    weighted = lambda m, x, y: lam.exp() * h(m, x, y)  # noqa: E731
+    weighted = lambda m, x, y: lam.exp() * h(m, x, y)
     results = []
     for engine in ("reverse", bilevel.Reverse(checkpoint=2), "unroll"):
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), momentum=0.9)
@@ -133,7 +133,7 @@ def test_a_weight_that_the_loss_does_not_touch_is_left_alone_as_in_torch():
     """No gradient, no update: not even weight decay."""
     model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)}).double()
     x = torch.ones(1, 2, dtype=torch.float64)
-    loss = lambda m: m["used"](x).square().sum()  # noqa: E731
+    loss = lambda m: m["used"](x).square().sum()
     for rule in RULES.values():
         with bilevel.inner(model, loss, loss, solver="gd", optimizer=rule(model.parameters())) as loop:
             loop.run(3)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..binding import State
 from ..step import Gradients, Phi, Traced
 from .base import Engine, Tape, as_leaves, finite, one, refuse_create_graph
+from .store import Store
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class _ReverseTape(Tape):
         self._options = options
         self._every = 1 if options.checkpoint == "sqrt" else options.checkpoint
         self._phis: dict[int, Phi] = {}
+        self._store = Store()
         self._saved: dict[int, State] = {}
         self._last: State = {}
         self._count = 0
@@ -56,25 +58,29 @@ class _ReverseTape(Tape):
         k, self._count = self._count, self._count + 1
         self._phis[k] = phi
         if k % self._every == 0:
-            self._saved[k] = z
+            self._saved[k] = self._store.keep(z)
         if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
             self._every *= 2
-            self._saved = {j: state for j, state in self._saved.items() if j % self._every == 0}
+            self._drop([j for j in self._saved if j % self._every])
         if self._first > 0:
             self.whole = False
-            keep = max((j for j in self._saved if j <= self._first), default=0)
-            for j in [j for j in self._phis if j < keep]:
+            needed = max((j for j in self._saved if j <= self._first), default=0)
+            self._drop([j for j in self._saved if j < needed])
+            for j in [j for j in self._phis if j < needed]:
                 del self._phis[j]
-                self._saved.pop(j, None)
         return self._last
+
+    def _drop(self, steps: list[int]) -> None:
+        for j in steps:
+            self._store.drop(self._saved.pop(j))
 
     def _backwards(self) -> Iterator[tuple[Phi, State]]:
         """Φ_K, z_{K−1}; Φ_{K−1}, z_{K−2}; …: what was not stored is run again, segment by segment."""
         end = self._count
         for begin in sorted(self._saved, reverse=True):
-            segment = [self._saved[begin]]
+            store, segment = Store(rows=end - begin - 1), [self._saved[begin]]
             for k in range(begin, end - 1):
-                segment.append(as_leaves(self._phis[k](segment[-1], graph=False).to))
+                segment.append(store.keep(self._phis[k](segment[-1], graph=False).to))
             for k in reversed(range(max(begin, self._first), end)):
                 yield self._phis[k], segment[k - begin]
             end = begin
@@ -86,13 +92,15 @@ class _ReverseTape(Tape):
         return found, a
 
     def _sweep(self, end: Traced, inputs: Sequence[Tensor] | None, found: Gradients) -> Iterator[tuple[int, State]]:
+        adjoints, kept = Store(rows=2), None
         a = end.vjp(one(end), inputs, found)
         yield self._count + 1, a
         after, drifts = self._last, list[tuple[Phi, Tensor]]()
         for phi, z in self._backwards():
             traced = phi(z, graph=True)
             drifts += [(phi, x) for x in _drift(traced, after)]
-            a = traced.vjp(a, inputs, found)
+            a = kept = adjoints.replace(kept, traced.vjp(a, inputs, found))
+            del traced  # before the next step's graph is made
             yield phi.k, a
             after = z
         _check_same(drifts)
@@ -129,6 +137,7 @@ def _check_same(drifts: list[tuple[Phi, Tensor]]) -> None:
             raise RuntimeError(
                 f"bilevel.inner: step k = {phi.k}, run again for the hypergradient, ended elsewhere (off by "
                 f"{float(drift):.1e} of the step). Something that h or g reads has changed since, and is no tensor of "
-                "the batch: a closed-over tensor or number, Python's or NumPy's random numbers, a counter in the "
-                "model. Pass it in the batch, draw with torch, or use hypergrad='unroll', which runs nothing again."
+                "the batch: the weights themselves, a closed-over tensor or number, Python's or NumPy's random "
+                "numbers, a counter in the model. Pass it in the batch, draw with torch, or use hypergrad='unroll', which "
+                "runs nothing again."
             )

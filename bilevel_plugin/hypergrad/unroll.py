@@ -40,7 +40,7 @@ class _UnrollTape(Tape):
 
     def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         (loss,) = end.to.values()
-        wanted = walk(loss, self._states[0].values(), ())[0] if inputs is None else inputs
+        wanted = walk(loss, self._states[0].values())[0] if inputs is None else inputs
         found = Gradients()
         if wanted:
             grads = torch.autograd.grad(

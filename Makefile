@@ -1,0 +1,43 @@
+# `make demo` and `make test` do all the set-up on a fresh machine: a .venv here, and nothing outside of it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint types fuzz memory clean
+
+$(VENV)/.demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e '.[recipes]'
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) -e '.[test]'
+	touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m recipes.data_cleaning --dataset digits --out runs/demo
+
+test: lint types
+	$(BIN)/pytest -n auto
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.test
+	$(BIN)/pyright
+
+# Long: 2,000 random problems for each engine, and the largest error that was found.
+fuzz: $(VENV)/.test
+	mkdir -p runs && rm -f runs/fuzz.csv
+	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto
+	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
+
+# Peak memory and time of the engines on an MLP 784-300-10, each in a process of its own.
+memory: $(VENV)/.demo
+	$(BIN)/python -m benchmarks.memory
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,132 @@
+"""gradcheck: says yes to what is right, names what is wrong, leaves everything as it was."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_errors import OnceModule
+from test_inner import same, snapshot
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import bilevel_plugin as bilevel
+
+
+class Wrong(torch.autograd.Function):
+    """A function whose backward is right and whose second derivative is not: the saved input is detached."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].detach().cos()
+
+
+class WrongModule(nn.Module):
+    def forward(self, x):
+        return Wrong.apply(x)
+
+
+def problem(*layers, dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 2)).to(dtype)
+    x, y = torch.randn(6, 3, dtype=dtype), torch.randint(2, (6,))
+    lam = torch.zeros(6, dtype=dtype, requires_grad=True)
+
+    def h(model, x, y):
+        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    def g(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    return model, h, g, lam, x, y
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("options", [{"lr": 0.1}, {"solver": "gd", "lr": 0.2, "hypergrad": "forward"}], ids=str)
+def test_what_is_right(options, dtype):
+    model, h, g, lam, x, y = problem(nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), dtype=dtype)
+    before, held, random = snapshot(model), lam.detach().clone(), torch.get_rng_state()
+    report = bilevel.gradcheck(model, h, g, lam, x, y, outer=(x, y), **options)
+    assert report, str(report)
+    assert str(report).startswith("bilevel.gradcheck: all holds")
+    assert len(report.directions) == 3
+    assert len(report.second_derivatives) == 2
+    assert same(model, before)
+    assert torch.equal(lam, held)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_optimizers_tasks_and_initial_weights():
+    model, h, g, lam, x, y = problem(nn.Tanh())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=0.1)
+    assert bilevel.gradcheck(model, h, g, {"lam": lam}, x, y, outer=(x, y), optimizer=optimizer)
+    assert bilevel.gradcheck(model, h, g, model, x, y, outer=(x, y), lr=0.1)
+    xs, ys = torch.stack([x, x + 1]), torch.stack([y, y])
+    assert bilevel.gradcheck(model, h, g, lam, xs, ys, outer=(xs, ys), lr=0.1, tasks=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_wrong_second_derivative_is_found_and_its_module_named(dtype):
+    model, h, g, lam, x, y = problem(nn.Sequential(nn.Tanh(), WrongModule()), dtype=dtype)
+    report = bilevel.gradcheck(model, h, g, lam, x, y, outer=(x, y), lr=0.5)
+    assert not report
+    assert [f.verdict for f in report.second_derivatives] == ["WRONG", "WRONG"]
+    assert report.modules == ["'1.1' (WrongModule): wrong values"]
+    assert "something is WRONG" in str(report)
+    if dtype == torch.float64:
+        assert {f.verdict for f in report.directions} == {"WRONG"}
+
+
+def test_a_missing_second_derivative_is_found_and_its_module_named():
+    model, h, g, lam, x, y = problem(nn.Sequential(nn.Tanh(), OnceModule()))
+    report = bilevel.gradcheck(model, h, g, lam, x, y, outer=(x, y), lr=0.5)
+    assert not report
+    (module,) = report.modules
+    assert module.startswith("'1.1' (OnceModule): no second derivative: a function that h or g uses is marked once_")
+    assert "hypergrad raised" in str(report)
+
+
+def test_spectral_norm_is_named():
+    """Its gradient takes the singular vectors for constants while its forward moves them: wrong in training mode."""
+    model, h, g, lam, x, y = problem(parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+    report = bilevel.gradcheck(model, h, g, lam, x, y, outer=(x, y), lr=0.5)
+    assert not report
+    assert report.modules == ["'1.parametrizations.weight.0' (_SpectralNorm): wrong values"]
+
+
+def test_a_kink_nearby_does_not_mislead():
+    """|w − λ| with the kink inside the first ε that is tried: a smaller one is taken."""
+    model = nn.ParameterDict({"w": torch.zeros(2, dtype=torch.float64)})
+    lam = torch.full((2,), 5e-5, dtype=torch.float64, requires_grad=True)
+    kinked = lambda m: (m["w"] - lam).abs().sum()
+    assert bilevel.gradcheck(model, lambda m: m["w"].square().sum(), kinked, lam, solver="gd")
+
+
+def test_rounding_is_undecided_not_wrong():
+    """A large constant in float32 hides the differences."""
+    model, h, g, lam, x, y = problem(nn.Tanh(), dtype=torch.float32)
+    report = bilevel.gradcheck(model, h, lambda *a: g(*a) + 1000, lam, x, y, outer=(x, y), lr=0.1)
+    assert not report
+    assert {f.verdict for f in report.directions} == {"?"}
+    assert "undecided; try it in float64" in str(report)
+
+
+def test_the_report_notices_a_wrong_engine(monkeypatch):
+    """Were the engine wrong, gradcheck would say so."""
+    from bilevel_plugin.step import Traced
+
+    model, h, g, lam, x, y = problem(nn.Tanh())
+    right = Traced.vjp
+    monkeypatch.setattr(Traced, "vjp", lambda self, a, *rest: right(self, {n: 1.001 * x for n, x in a.items()}, *rest))
+    report = bilevel.gradcheck(model, h, g, lam, x, y, outer=(x, y), lr=0.5)
+    assert {f.verdict for f in report.directions} == {"WRONG"}
+    assert {f.verdict for f in report.second_derivatives} == {"ok"}
+
+
+def test_inputs_must_be_leaves():
+    model, h, g, lam, x, y = problem(nn.Tanh())
+    with pytest.raises(ValueError, match=r"bilevel.gradcheck: the input given .* is no leaf"):
+        bilevel.gradcheck(model, h, g, lam * 2, x, y, outer=(x, y))
