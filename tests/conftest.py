@@ -8,6 +8,7 @@ torch.set_num_threads(1)  # the problems are small, and the tests run in paralle
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
 settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
+settings.register_profile("wide", max_examples=400, **quiet)
 settings.register_profile("fuzz", max_examples=2000, **quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -138,6 +138,6 @@ def _check_same(drifts: list[tuple[Phi, Tensor]]) -> None:
                 f"bilevel.inner: step k = {phi.k}, run again for the hypergradient, ended elsewhere (off by "
                 f"{float(drift):.1e} of the step). Something that h or g reads has changed since, and is no tensor of "
                 "the batch: the weights themselves, a closed-over tensor or number, Python's or NumPy's random "
-                "numbers, a counter in the model. Pass it in the batch, draw with torch, or use hypergrad='unroll', which "
-                "runs nothing again."
+                "numbers, a counter in the model. Pass it in the batch, draw with torch, or use "
+                "hypergrad='unroll', which runs nothing again."
             )

@@ -1,0 +1,62 @@
+"""What the bilevel verdict is compared with: a classifier of the checked samples alone, and cleanlab."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .clean import Pair, batches, predict
+
+
+def fit(
+    model: nn.Module, data: Pair, steps: int = 200, lr: float = 3e-3, batch_size: int | None = None, seed: int = 0
+) -> nn.Module:
+    """A copy of the model, trained by Adam on all of data: the ordinary training that every row of the table shares."""
+    model = copy.deepcopy(model).train()
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    torch.manual_seed(seed)
+    feed = batches(data, torch.arange(len(data[1])), batch_size, torch.Generator().manual_seed(seed))
+    for _ in range(steps):
+        x, y, _ = next(feed)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    return model
+
+
+def accuracy(model: nn.Module, data: Pair) -> float:
+    return float((predict(model, model, data[0]).argmax(1) == data[1]).float().mean())
+
+
+def by_validation(model: nn.Module, train: Pair, validation: Pair, **options: Any) -> tuple[Tensor, Tensor]:
+    """(kept, probabilities): train on the checked samples alone, and keep what that classifier agrees with."""
+    fitted = fit(model, validation, **options)
+    logits = predict(fitted, fitted, train[0])
+    return (logits.argmax(1) == train[1]).cpu(), logits.softmax(1).cpu()
+
+
+def by_cleanlab(labels: Tensor, probabilities: Tensor) -> Tensor:
+    """kept, by confident learning (Northcutt et al. 2021) on probabilities of models that did not see the sample."""
+    from cleanlab.filter import find_label_issues
+
+    return ~torch.from_numpy(find_label_issues(labels.cpu().numpy(), probabilities.double().numpy(), n_jobs=1))
+
+
+def cross_validated(model: nn.Module, train: Pair, folds: int = 5, **options: Any) -> Tensor:
+    """Probabilities of each noisy sample under a model trained on the other folds: what cleanlab's manual asks for."""
+    n = len(train[1])
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(options.get("seed", 0)))
+    probabilities = None
+    for held in order.chunk(folds):
+        seen = torch.ones(n, dtype=torch.bool)
+        seen[held] = False
+        fitted = fit(model, (train[0][seen], train[1][seen]), **options)
+        part = predict(fitted, fitted, train[0][held]).softmax(1).cpu()
+        probabilities = torch.zeros(n, part.shape[1]) if probabilities is None else probabilities
+        probabilities[held] = part
+    assert probabilities is not None
+    return probabilities

@@ -1,0 +1,93 @@
+"""Runs on disk: files that are whole or absent, checkpoints without pickle, settings that a resume must match."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import platform
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file so that a kill at any moment leaves the old one or the new one: temp, fsync, rename."""
+    temp = path.with_name(f".{path.name}.tmp")
+    with open(temp, "wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+    os.replace(temp, path)
+    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut too
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_text(path: Path, text: str) -> None:
+    write(path, text.encode())
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """A checkpoint of tensors and plain values."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write(path, buffer.getvalue())
+
+
+def load(path: Path) -> dict[str, Any] | None:
+    """The checkpoint, or None where there is none; never unpickles code (`weights_only=True`)."""
+    if not path.is_file():
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises half a dozen kinds here
+        raise ValueError(
+            f"recipes: {path} is not a readable checkpoint ({error}); delete it to redo this run"
+        ) from error
+
+
+def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
+    """Make the run's folder, or go on in the one that is there, if it was made with these settings."""
+    file, wanted = folder / "settings.json", json.loads(json.dumps(settings))
+    if file.is_file():
+        if not resume:
+            raise FileExistsError(f"recipes: {folder} holds a run; pass --resume to go on with it, or another --out")
+        had = json.loads(file.read_text())
+        changed = [k for k in wanted.keys() | had.keys() if wanted.get(k) != had.get(k)]
+        if changed:
+            what = ", ".join(f"{k}: {had.get(k)!r} then, {wanted.get(k)!r} now" for k in sorted(changed))
+            raise ValueError(
+                f"recipes: {folder} was made with other settings ({what}); resume with those, or a new --out"
+            )
+        return
+    (folder / "runs").mkdir(parents=True, exist_ok=True)
+    write_text(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def versions() -> dict[str, Any]:
+    """What a figure depends on beside the settings."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    def of(name: str) -> str | None:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            return None
+
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "bilevel_plugin": of("bilevel_plugin"),
+        "cleanlab": of("cleanlab"),
+        "threads": torch.get_num_threads(),
+        "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
