@@ -158,7 +158,7 @@ class Loop:
         `outer` is the batch of g; it stays until another one is given. Returns the losses before the step.
         """
         self._check_open()
-        self._set_outer(outer)
+        self._outer = self._outer if outer is None else _as_tuple(outer)
         losses = (("h", self._h, batch), ("g", self._g, self._outer))
         update = self._update.at_step()
         phi = Phi(self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.cut)
@@ -307,7 +307,8 @@ class Loop:
                 f"bilevel.inner: hypergrad={type(self._engine).__name__} does not go back to the initial weights of "
                 "the model. Use Reverse() without truncate, or Unroll()."
             )
-        found, start = self._pull(wanted, outer, loss, create_graph)
+        once = list({id(x): x for x in wanted}.values())  # an input may be given under two names
+        found, start = self._pull(once, outer, loss, create_graph)
         behind = [*found.cut.values(), *((self._origin[n], d) for n, d in start.items() if n in self._origin)]
         through: Sequence[Tensor | None] = [None] * len(wanted)
         if behind:  # once through what lies behind the cut tensors and w_0
@@ -353,7 +354,7 @@ class Loop:
         else:
             batch = self._outer if outer is None else _as_tuple(outer)
             if self._tape.cut:
-                batch, pairs = cut_batch(batch)
+                batch = cut_batch(batch, pairs)
             name, value = "g", self._outer_loss(batch)
             self._watch.see(self._k + 1, name, value.detach(), self._weights)
         leaves, connected = walk(value, self._z.values(), [stand_in for _, stand_in in pairs])
@@ -369,10 +370,6 @@ class Loop:
     def _outer_loss(self, batch: tuple[Any, ...]) -> Tensor:
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         return self._binding.loss("g", self._g, self._weights, buffers, batch)[0]
-
-    def _set_outer(self, outer: Any) -> None:
-        if outer is not None:
-            self._outer = _as_tuple(outer)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -24,6 +24,7 @@ from .solvers import StepRule
 from .updates import Step
 
 Pairs = list[tuple[Tensor, Tensor]]
+_ACCUMULATE = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)  # the node of a leaf
 
 
 class Gradients:
@@ -86,30 +87,31 @@ class Watch:
 
     def __init__(self) -> None:
         self._looked = False
-        self._later: list[tuple[int, str, Tensor, State]] = []
+        self._later: list[tuple[int, str, Tensor]] = []
 
     def see(self, k: int, name: str, value: Tensor, w: State) -> None:
         if value.device.type == "cpu":
             if not torch.isfinite(value):
-                self._report(k, name, value, w)
+                raise self._error(k, name, value, w)
         elif value.device.type != "meta":
-            self._later.append((k, name, value, {}))
+            self._later.append((k, name, value))
+
+    def ask(self) -> None:
+        """Raise if a loss so far was not finite."""
+        later, self._later = self._later, []
+        if later and not bool(torch.isfinite(torch.stack([value for _, _, value in later])).all()):
+            raise self._error(*next(entry for entry in later if not bool(torch.isfinite(entry[2]))), {})
 
     def look(self, roots: Iterable[Tensor], z: State) -> None:
         if not self._looked:
             check_twice_differentiable(roots, z.values())
             self._looked = True
 
-    def ask(self) -> None:
-        """Raise if a loss so far was not finite."""
-        later, self._later = self._later, []
-        if later and not bool(torch.isfinite(torch.stack([value for _, _, value, _ in later])).all()):
-            self._report(*next(entry for entry in later if not bool(torch.isfinite(entry[2]))))
-
-    def _report(self, k: int, name: str, value: Tensor, w: State) -> None:
+    @staticmethod
+    def _error(k: int, name: str, value: Tensor, w: State) -> FloatingPointError:
         broken = [n for n, x in w.items() if not bool(torch.isfinite(x).all())]
         why = f"the step before made the weight {broken[0]!r} so" if broken else "a smaller rate may help"
-        raise FloatingPointError(f"bilevel.inner: {name} is {float(value)} at step k = {k}: {why}.")
+        return FloatingPointError(f"bilevel.inner: {name} is {float(value)} at step k = {k}: {why}.")
 
 
 class Phi:
@@ -132,7 +134,7 @@ class Phi:
         self.k, self._binding, self._rule, self._watch = k, binding, rule, watch
         self._update, self._options = update
         self.cut: Pairs = []
-        self._losses = [(n, loss, _cut(batch, self.cut) if cut else batch) for n, loss, batch in losses]
+        self._losses = [(n, loss, cut_batch(batch, self.cut) if cut else batch) for n, loss, batch in losses]
         self._buffers, self.buffers_after = buffers, buffers
         self.conditions: Conditions | None = None
         self.values: State = {}
@@ -164,12 +166,11 @@ class Phi:
                     self._watch.see(self.k, name, value.detach(), w)
                     self.values[name] = value.detach()
                     self._find_leaves(name, weighted[-1], z)
-        with full_precision(), torch.enable_grad():
-            grads: Sequence[Tensor | None] = [None] * len(w)
-            if weighted:
-                objective = weighted[0] if len(weighted) == 1 else weighted[0] + weighted[1]
-                grads = torch.autograd.grad(objective, list(w.values()), create_graph=graph, allow_unused=True)
+        grads: Sequence[Tensor | None] = [None] * len(w)
         with full_precision(), torch.set_grad_enabled(graph):
+            if weighted:  # both losses in one backward pass
+                one = [torch.ones_like(x) for x in weighted]
+                grads = torch.autograd.grad(weighted, list(w.values()), one, create_graph=graph, allow_unused=True)
             to = self._update(z, {n: d for n, d in zip(w, grads, strict=True) if d is not None})
         if graph:
             self._watch.look([*weighted, *to.values()], z)
@@ -215,24 +216,17 @@ def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
     return old if new.device.type == "cpu" and torch.equal(new, old) else new
 
 
-def _cut(batch: tuple[Any, ...], pairs: Pairs) -> tuple[Any, ...]:
+def cut_batch(batch: tuple[Any, ...], pairs: Pairs) -> tuple[Any, ...]:
+    """The batch with a leaf in place of every tensor that requires grad; which stands for which goes to `pairs`."""
     stand_ins = {id(tensor): stand_in for tensor, stand_in in pairs}
 
     def replace(x: Tensor) -> Tensor:
-        if not x.requires_grad:
-            return x
-        if id(x) not in stand_ins:
+        if x.requires_grad and id(x) not in stand_ins:
             stand_ins[id(x)] = x.detach().requires_grad_()
             pairs.append((x, stand_ins[id(x)]))
-        return stand_ins[id(x)]
+        return stand_ins.get(id(x), x)
 
     return map_tensors(replace, batch)
-
-
-def cut_batch(batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Pairs]:
-    """The batch with a leaf in place of every tensor that requires grad, and which stands for which."""
-    pairs: Pairs = []
-    return _cut(batch, pairs), pairs
 
 
 def disconnected(name: str) -> ValueError:
@@ -245,15 +239,18 @@ def disconnected(name: str) -> ValueError:
 
 def walk(root: Tensor, z: Collection[Tensor], known: Iterable[Tensor] = ()) -> tuple[list[Tensor], bool]:
     """The leaves that the graph of root ends in, other than z and the known ones; and whether it meets z."""
-    state, other = {id(x) for x in z}, {id(x) for x in known}
+    state = {id(x) for x in z}
+    passed = state | {id(x) for x in known}
     found: list[Tensor] = []
     met = False
     for node in _nodes([root], stop := {x.grad_fn for x in z}):
-        leaf: Tensor | None = getattr(node, "variable", None)
-        if node in stop or (leaf is not None and id(leaf) in state):
+        if node in stop:
             met = True
-        elif leaf is not None and id(leaf) not in other:
-            found.append(leaf)
+        elif type(node) is _ACCUMULATE:
+            leaf: Tensor = getattr(node, "variable")  # noqa: B009 (the annotations do not know it)
+            met = met or id(leaf) in state
+            if id(leaf) not in passed:
+                found.append(leaf)
     return found, met
 
 

@@ -152,6 +152,56 @@ def test_structures_of_inputs():
     assert torch.equal(module["weight"], listed[1])
 
 
+@pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt")])
+def test_results_are_plain_tensors(engine):
+    model, h, g, lam, x, y = setup()
+    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        results = [loop.hypergrad(lam), *loop.hypergrad(model).values(), loop.value, *loop.step(x, y)]
+        assert not any(r.requires_grad for r in results)
+        loop.backward()
+        assert not lam.grad.requires_grad
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward"])
+def test_an_input_under_two_names_counts_once(engine):
+    ridge = Ridge.random()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with bilevel.inner(ridge.model(), lambda m, s: s * ridge.h(m), ridge.g, lr=0.1, hypergrad=engine) as loop:
+        loop.run(3, scale)
+        one, other = loop.hypergrad(ridge.lam), loop.hypergrad(scale)
+        again = loop.hypergrad([ridge.lam, scale, ridge.lam, scale])
+    for a, b in zip(again, (one, other, one, other), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_function_with_a_variable_of_its_own_is_no_leaf():
+    """ctx.variable is a name like any other; only autograd's own leaf nodes end the search for λ."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, lam):
+            ctx.variable = "not a tensor"
+            ctx.save_for_backward(x, lam)
+            return x * lam
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, lam = ctx.saved_tensors
+            return grad * lam, (grad * x).sum()
+
+    ridge = Ridge.random()
+    lam = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    for h, expected in ((lambda m: Scale.apply(ridge.h(m), lam), None), (lambda m: ridge.h(m) * lam, "the same")):
+        lam.grad = None
+        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1) as loop:
+            loop.run(3)
+            loop.backward()
+        if expected is None:
+            got = lam.grad.clone()
+    torch.testing.assert_close(got, lam.grad)
+
+
 def test_a_non_leaf_goes_on_to_the_encoder_once():
     """Features of an encoder, in the batch or closed over: the same gradient; in the batch, one trip through it."""
     torch.manual_seed(0)

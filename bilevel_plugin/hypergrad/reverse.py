@@ -78,9 +78,9 @@ class _ReverseTape(Tape):
         """Φ_K, z_{K−1}; Φ_{K−1}, z_{K−2}; …: what was not stored is run again, segment by segment."""
         end = self._count
         for begin in sorted(self._saved, reverse=True):
-            store, segment = Store(rows=end - begin - 1), [self._saved[begin]]
+            store, segment = Store(rows=end - begin - 1), [as_leaves(self._saved[begin])]
             for k in range(begin, end - 1):
-                segment.append(store.keep(self._phis[k](segment[-1], graph=False).to))
+                segment.append(as_leaves(store.keep(self._phis[k](segment[-1], graph=False).to)))
             for k in reversed(range(max(begin, self._first), end)):
                 yield self._phis[k], segment[k - begin]
             end = begin

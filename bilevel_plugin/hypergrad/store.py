@@ -20,7 +20,7 @@ _BUFFER = 32 * 2**20  # bytes that a buffer has at the most, unless a single row
 
 
 class Store:
-    """Copies of states, as leaves, in a buffer of some rows, then another of twice as many, and so on.
+    """Copies of states in a buffer of some rows, then another of twice as many, and so on.
 
     A row is used again once its state was dropped.
     """
@@ -31,7 +31,7 @@ class Store:
         self._rows: dict[int, tuple[Any, Row]] = {}
 
     def keep(self, z: State) -> State:
-        """A copy of z to differentiate for."""
+        """A copy of z."""
         sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
         for x in z.values():
             sizes[x.dtype, x.device] += x.numel()
@@ -48,7 +48,6 @@ class Store:
                 kept[n] = row[group].as_strided(x.shape, _strides(x), row[group].storage_offset() + used[group])
                 kept[n].copy_(x)
                 used[group] += x.numel()
-        kept = {n: x.detach().requires_grad_() for n, x in kept.items()}
         self._rows[id(kept)] = layout, row
         return kept
 
