@@ -39,7 +39,7 @@ fuzz: $(VENV)/.test
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
 
 # Peak memory and time of the engines on an MLP 784-300-10, each in a process of its own.
-memory: $(VENV)/.demo
+memory: $(VENV)/.test
 	$(BIN)/python -m benchmarks.memory
 
 clean:

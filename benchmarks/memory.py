@@ -9,6 +9,7 @@ Data cleaning with plain GD inner steps. Each case runs in a process of its own,
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import resource
 import statistics
@@ -27,6 +28,8 @@ ENGINES = {
     "reverse": bilevel.Reverse(),
     "reverse, checkpoint='sqrt'": bilevel.Reverse(checkpoint="sqrt"),
 }
+HIGHER = "higher 0.2.1 (unrolled)"
+ROWS = [*ENGINES, *([HIGHER] if importlib.util.find_spec("higher") else [])]
 
 
 def resident() -> int:
@@ -47,6 +50,15 @@ def case(name: str, samples: int, steps: int, live: bool) -> dict[str, float]:
         return F.cross_entropy(model(x), y)
 
     def run() -> None:
+        if name == HIGHER:
+            import higher
+
+            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+            with higher.innerloop_ctx(model, sgd, copy_initial_weights=False) as (fast, optimizer):
+                for _ in range(steps):
+                    optimizer.step(h(fast, x, y))
+                torch.autograd.grad(g(fast, xv, yv), lam)
+            return
         with bilevel.inner(model, h, g, solver="gd", lr=0.1, hypergrad=ENGINES[name]) as loop:
             loop.run(steps, x, y, outer=(xv, yv))
             loop.hypergrad(lam)
@@ -75,7 +87,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5000, help="training and validation samples (default 5000)")
     parser.add_argument("--steps", type=int, default=100, help="inner steps K (default 100)")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each engine, interleaved; medians are printed")
-    parser.add_argument("--case", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--case", choices=ROWS, help=argparse.SUPPRESS)
     parser.add_argument("--live", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
@@ -87,7 +99,7 @@ def main() -> None:
         command += ["--samples", str(args.samples), "--steps", str(args.steps)]
         return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ROWS}
     for _ in range(args.repeat):
         for name, found in runs.items():
             found.append(measure(name))
@@ -100,6 +112,8 @@ def main() -> None:
         f"MLP 784-300-10, {args.samples} samples full batch, K = {args.steps}, torch {torch.__version__}, "
         f"{torch.get_num_threads()} threads, medians of {args.repeat}; in brackets: relative to unroll"
     )
+    if HIGHER not in rows:
+        print("higher is not installed; pip install 'bilevel_plugin[benchmarks]' for its row")
     print(f"{'engine':<28}{'live MB':>16}{'resident MB':>16}{'seconds':>16}{'x K gradients':>15}")
     for name, row in rows.items():
         cells = (

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -201,9 +202,15 @@ def test_engines_agree_with_differences_and_with_unroll(engine, data):
         return case.value()
 
     directions = torch.randn(2, got.numel(), generator=torch.Generator().manual_seed(case.seed), dtype=DOUBLE)
-    expected = torch.tensor([differences(f, here, v) for v in directions], dtype=DOUBLE)
     size = max(float(got.norm()), 1e-6)  # below that, differences of g = O(1) in float64 resolve nothing
-    error = float((directions @ got - expected).norm()) / size
+    error = math.inf
+    # BatchNorm of two samples, or Adam's |d| near 0, bend so sharply that only a smaller ε sees the slope. A wrong
+    # gradient agrees with none of them.
+    for eps in (2e-4, 2e-5, 2e-6):
+        expected = torch.tensor([differences(f, here, v, eps) for v in directions], dtype=DOUBLE)
+        error = min(error, float((directions @ got - expected).norm()) / size)
+        if error <= 1e-6:
+            break
     log(engine, error)
     assert error <= 1e-6
 
