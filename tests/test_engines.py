@@ -67,6 +67,23 @@ def test_every_engine_passes_gradients_to_tensors_of_the_batch(engine):
     assert relative(*grads) < 1e-5
 
 
+def test_forward_follows_a_non_leaf_that_is_named():
+    ridge = Ridge.random()
+    decay = ridge.lam.exp()
+    h = lambda m: (ridge.X @ m.w - ridge.y).square().sum() / 2 + decay * m.w.square().sum() / 2
+    grads = []
+    for how in (bilevel.Forward(wrt=[decay]), "reverse"):
+        with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, hypergrad=how) as loop:
+            loop.run(5)
+            grads.append(loop.hypergrad(decay))
+    assert relative(*grads) < 1e-12
+    with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, hypergrad="forward") as loop:
+        loop.run(5)
+        assert relative(loop.hypergrad(ridge.lam), grads[1] * decay.detach()) < 1e-12  # by name: the leaves
+        with pytest.raises(ValueError, match=r"did not follow the input of shape \(\)"):
+            loop.hypergrad(decay)
+
+
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 9, 16, 17, 50])
 @pytest.mark.parametrize("checkpoint", [1, 2, 3, 7, 100, "sqrt"])
 def test_checkpoints_do_not_change_the_gradient(steps, checkpoint):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import Ridge, relative
+from problems import Ridge, differences, relative
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -489,3 +489,27 @@ def test_retain_graph_as_in_autograd():
         torch.testing.assert_close(encoder.weight.grad, first["weight"])
         with pytest.raises(RuntimeError, match="second time"):
             loop.hypergrad(encoder)
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+def test_a_loop_inside_a_loss(engine):
+    """Three levels: μ weighs the loss of the innermost loop, whose result is part of the loss of the next."""
+    mu = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    a = nn.ParameterDict({"a": torch.tensor([0.3], dtype=torch.float64)})
+    b = nn.ParameterDict({"b": torch.tensor([0.5], dtype=torch.float64)})
+    near = lambda m, a: mu * (m["b"] - a).square().sum()
+    nested = bilevel.inner(b, near, near, solver="gd", lr=0.1, hypergrad="unroll")
+
+    def h(model):
+        with nested as loop:
+            loop.run(3, model["a"])
+            return (loop.weights["b"] - 2).square().sum() + model["a"].square().sum()
+
+    def run():
+        with bilevel.inner(a, h, lambda m: (m["a"] - 1).square().sum(), solver="gd", lr=0.1, hypergrad=engine) as loop:
+            loop.run(4)
+            return loop.hypergrad(mu), float(loop.value)
+
+    got, _ = run()
+    expected = differences(lambda: run()[1], mu, torch.ones_like(mu))
+    assert float(got) == pytest.approx(expected, rel=1e-8)
