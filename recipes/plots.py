@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,10 @@ def curves(ax: Axes, lines: Curves, xlabel: str, ylabel: str, log: bool = False)
 def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend below all panels, each label once."""
     found = {label: handle for ax in axes for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=3 if len(axes) > 1 else 1, fontsize=9)
+    columns = 3 if len(axes) > 1 else 1
+    # the legend gets room of its own: with many labels it would squeeze the panels
+    figure.set_figheight(figure.get_figheight() + 0.2 * math.ceil(len(found) / columns))
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize=9)
 
 
 def level(ax: Axes, y: float, label: str, colour: str = "0.35", style: str = "--") -> None:
