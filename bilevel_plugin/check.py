@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from .binding import Binding, Loss, State, map_tensors, tensors_of
-from .inner import Inputs, flatten, inner
+from .inner import Inputs, as_tuple, flatten, inner
 from .step import check_twice_differentiable
 
 
@@ -153,7 +153,7 @@ def _check_second_derivatives(
     findings: list[Finding] = []
     modules: list[str] = []
     for name, loss, batch in losses:
-        args = batch if isinstance(batch, tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
+        args = as_tuple(batch)
         if options.get("tasks") is not None:  # one task's loss is the loss
             args = map_tensors(lambda x: x[0], args)
 

@@ -158,7 +158,7 @@ class Loop:
         `outer` is the batch of g; it stays until another one is given. Returns the losses before the step.
         """
         self._check_open()
-        self._outer = self._outer if outer is None else _as_tuple(outer)
+        self._outer = self._outer if outer is None else as_tuple(outer)
         losses = (("h", self._h, batch), ("g", self._g, self._outer))
         update = self._update.at_step()
         phi = Phi(self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.cut)
@@ -352,7 +352,7 @@ class Loop:
         if loss is not None:
             name, value = "loss=", scalar("loss=", loss)
         else:
-            batch = self._outer if outer is None else _as_tuple(outer)
+            batch = self._outer if outer is None else as_tuple(outer)
             if self._tape.cut:
                 batch = cut_batch(batch, pairs)
             name, value = "g", self._outer_loss(batch)
@@ -391,7 +391,8 @@ def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def _as_tuple(outer: Any) -> tuple[Any, ...]:
+def as_tuple(outer: Any) -> tuple[Any, ...]:
+    """The batch of g: a tuple or list is its arguments, anything else the one argument."""
     return tuple(outer) if isinstance(outer, (tuple, list)) else (outer,)
 
 

@@ -184,14 +184,16 @@ class Phi:
         found, connected = walk(value, z.values(), stand_ins)
         if not connected:
             raise disconnected(name)
+        self._add_leaves(found)
+
+    def _add_leaves(self, found: Iterable[Tensor]) -> None:
         known = {id(x) for x in self.leaves}
         self.leaves += [x for x in found if id(x) not in known]
 
     def _remember(self) -> None:
         """What the step depends on, as it is, to notice a change before the step is run again."""
         for option in self._options:
-            known = {id(x) for x in self.leaves}
-            self.leaves += [x for x in walk(option, ())[0] if id(x) not in known]
+            self._add_leaves(walk(option, ())[0])
         batches = (
             (f"a tensor in the batch of {n}", x)
             for n, _, batch in self._losses
