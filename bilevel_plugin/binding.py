@@ -1,7 +1,8 @@
 """From a model and a loss to a function of the weights, and what it takes to call that function again.
 
-`Binding` swaps weights and buffers into the user's own module for the time of one call
-(`torch.func.functional_call`), so h and g stay as they are and the module is left as it was.
+`Binding` swaps weights and buffers into the user's own module for the time of one call (what
+`torch.func.functional_call` does, with the places looked up once), so h and g stay as they are and the module is left
+as it was.
 `Conditions` remembers what such a call saw besides its arguments.
 """
 
@@ -9,29 +10,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 State = dict[str, Tensor]
 Loss = Callable[..., Tensor]
-
-
-class _Host(nn.Module):
-    """Holds the model as a child, so that functional_call swaps its weights for any function of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return function(self.model, *args, **kwargs)
+_DEVICE_TYPES = {"cpu", *([a.type] if (a := torch.accelerator.current_accelerator()) else [])}
 
 
 class Binding:
@@ -43,19 +33,20 @@ class Binding:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         _refuse(model)
-        self.model, self._host = model, _Host(model)
+        self.model = model
         self.parameters = _inner_parameters(model, optimizer)
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None}
         self.modules = tuple(model.modules())
         tensors = {id(t): n for n, t in (*self.parameters.items(), *self.buffers.items())}
         # every place that holds one of them: tied weights have several, a submodule under two names is one place
-        self._places = [
-            (".".join(filter(None, ("model", path, name))), tensors[id(t)])
-            for path, module in model.named_modules()
-            for named in (module.named_parameters, module.named_buffers)
-            for name, t in named(recurse=False, remove_duplicate=False)
+        self._places: list[tuple[dict[str, Any], str, str]] = [
+            (holder, name, tensors[id(t)])
+            for module in self.modules
+            for holder in (vars(module)["_parameters"], vars(module)["_buffers"])
+            for name, t in holder.items()
             if id(t) in tensors
         ]
+        self.key: tuple[object, ...] = tuple((id(holder), name, n) for holder, name, n in self._places)
         held = (*model.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in self.modules)
@@ -74,9 +65,16 @@ class Binding:
         self, function: Callable[..., Any], w: State, buffers: State, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, State]:
         """function(model, *args) at the weights w; also the buffers as that call left them."""
-        tensors = {place: w[n] if n in w else buffers[n] for place, n in self._places}
-        out = functional_call(self._host, tensors, (function, args, kwargs), tie_weights=False)
-        return out, {n: tensors[f"model.{n}"] for n in buffers}
+        before = [holder[name] for holder, name, _ in self._places]
+        try:
+            for holder, name, n in self._places:
+                holder[name] = w[n] if n in w else buffers[n]
+            out = function(self.model, *args, **kwargs)
+            after: dict[str, Any] = {n: holder[name] for holder, name, n in self._places if n in buffers}
+            return out, after
+        finally:
+            for (holder, name, _), tensor in zip(self._places, before, strict=True):
+                holder[name] = tensor
 
     def total(self, value: Tensor) -> Tensor:
         """One number for the loss."""
@@ -86,27 +84,24 @@ class Binding:
         """Raise if the batch of the loss can't be what it should be."""
 
     def loss(self, name: str, loss: Loss, w: State, buffers: State, batch: tuple[Any, ...]) -> tuple[Tensor, State]:
-        """loss(model, *batch) at w, checked, under kernels that can be differentiated twice."""
+        """loss(model, *batch) at w, checked. To be called under `twice_differentiable`."""
         self.check_batch(name, batch)
         try:
-            with self.twice_differentiable():
-                value, buffers = self.call(lambda *args: scalar(name, loss(*args)), w, buffers, batch, {})
+            value, buffers = self.call(lambda *args: scalar(name, loss(*args)), w, buffers, batch, {})
         except TypeError as error:
             raise _wrong_arguments(name, loss, self.model, batch) or error from error
+        finally:
+            # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
+            # and two losses that share a copy would add their gradients in low precision
+            torch.clear_autocast_cache()
         return self.total(value), buffers
 
     @contextmanager
     def twice_differentiable(self) -> Generator[None]:
         """Keep out the kernels whose second derivative is missing or wrong."""
-        with ExitStack() as stack:
-            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            if self._recurrent and self.devices:
-                stack.enter_context(torch.backends.cudnn.flags(enabled=False))
-            if self._weight_norm:
-                stack.enter_context(_PlainWeightNorm())
-            # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
-            # and two losses that share a copy would add their gradients in low precision
-            stack.callback(torch.clear_autocast_cache)
+        no_cudnn = torch.backends.cudnn.flags(enabled=False) if self._recurrent and self.devices else nullcontext()
+        plain = _PlainWeightNorm() if self._weight_norm else nullcontext()
+        with sdpa_kernel(SDPBackend.MATH), no_cudnn, plain:
             yield
 
 
@@ -129,6 +124,15 @@ class Conditions:
         self._types = sorted({"cpu", *(d.type for d in binding.devices)})
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._types}
         self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call drew random numbers."""
+        return self._random is not None
+
+    @property
+    def autocast(self) -> bool:
+        return any(on for on, _ in self._autocast.values())
 
     def settle(self) -> None:
         """Called after the call: drop the random state if nothing was drawn from it."""
@@ -166,7 +170,7 @@ class Conditions:
 def full_precision() -> Generator[None]:
     """Autocast off: it is for the forward pass, and derivatives keep the types of the operations they belong to."""
     with ExitStack() as stack:
-        for kind in {"cpu", *([a.type] if (a := torch.accelerator.current_accelerator()) else [])}:
+        for kind in _DEVICE_TYPES:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -191,11 +195,19 @@ def scalar(name: str, value: object) -> Tensor:
 
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in a tuple, list or dict of anything."""
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+    leaves = tree if _flat(tree) else pytree.tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _flat(tree: Any) -> bool:
+    """A plain tuple of tensors, as most batches are: no need for the slow general way."""
+    return type(tree) is tuple and all(isinstance(x, Tensor) for x in tree)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same structure with every tensor replaced."""
+    if _flat(tree):
+        return tuple(map(function, tree))
     return pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
 
 

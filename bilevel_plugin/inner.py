@@ -16,7 +16,7 @@ from .binding import Binding, Loss, State, full_precision, scalar
 from .hypergrad import Engine
 from .hypergrad.base import finite
 from .solvers import Rate, StepRule
-from .step import Gradients, Pairs, Phi, Traced, Watch, cut_batch, disconnected, walk
+from .step import Gradients, Pairs, Traced, Watch, cut_batch, disconnected, walk
 from .tasks import TaskBinding
 from .updates import FromOptimizer, Plain
 
@@ -161,7 +161,9 @@ class Loop:
         self._outer = self._outer if outer is None else as_tuple(outer)
         losses = (("h", self._h, batch), ("g", self._g, self._outer))
         update = self._update.at_step()
-        phi = Phi(self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.cut)
+        phi = self._tape.phi(
+            self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.cut
+        )
         self._z = self._tape.step(phi, self._z)
         self._k, self._buffers = phi.k, phi.buffers_after
         for x in self._z.values():
@@ -197,6 +199,12 @@ class Loop:
     def steps(self) -> int:
         """How many inner steps were taken."""
         return self._k
+
+    @property
+    def plan(self) -> object:
+        """What Reverse() keeps of the loop so far and which steps it will run again; None for other engines."""
+        self._check_open()
+        return self._tape.plan()
 
     @property
     def value(self) -> Tensor:
@@ -369,7 +377,8 @@ class Loop:
 
     def _outer_loss(self, batch: tuple[Any, ...]) -> Tensor:
         buffers = {n: b.clone() for n, b in self._buffers.items()}
-        return self._binding.loss("g", self._g, self._weights, buffers, batch)[0]
+        with self._binding.twice_differentiable():
+            return self._binding.loss("g", self._g, self._weights, buffers, batch)[0]
 
     def _check_open(self) -> None:
         if self._closed:

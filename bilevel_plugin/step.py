@@ -11,6 +11,7 @@ of its losses, never registered:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,24 +60,24 @@ class Traced:
     def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
         """a·∂to/∂at, returned; a·∂to/∂λ, added to the sums, for `inputs`, or for every leaf if None."""
         wanted = self.leaves if inputs is None else inputs
-        stand_ins = [stand_in for _, stand_in in self.cut]
-        keys = [n for n in a if self.to[n].requires_grad]
-        if not keys:
-            return {}
-        # retained, since the graph may run on into one that is not ours: a closed-over encoder's, say
-        grads = torch.autograd.grad(
-            [self.to[n] for n in keys],
-            [*self.at.values(), *stand_ins, *wanted],
-            [a[n] for n in keys],
-            allow_unused=True,
-            retain_graph=True,
-        )
+        grads = self.pull(a, [*(stand_in for _, stand_in in self.cut), *wanted])
         inner, outer = grads[: len(self.at)], grads[len(self.at) :]
         for (tensor, _), grad in zip(self.cut, outer, strict=False):
             into.add(into.cut, tensor, grad)
         for tensor, grad in zip(wanted, outer[len(self.cut) :], strict=True):
             into.add(into.direct, tensor, grad)
         return {n: grad for n, grad in zip(self.at, inner, strict=True) if grad is not None}
+
+    def pull(self, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """a·∂to for every tensor of `at`, and for those that are wanted."""
+        keys = [n for n in a if self.to[n].requires_grad]
+        inputs = [*self.at.values(), *wanted]
+        if not keys:
+            return [None] * len(inputs)
+        # retained, since the graph may run on into one that is not ours: a closed-over encoder's, say
+        return torch.autograd.grad(
+            [self.to[n] for n in keys], inputs, [a[n] for n in keys], allow_unused=True, retain_graph=True
+        )
 
 
 class Watch:
@@ -91,7 +92,7 @@ class Watch:
 
     def see(self, k: int, name: str, value: Tensor, w: State) -> None:
         if value.device.type == "cpu":
-            if not torch.isfinite(value):
+            if not math.isfinite(value.item()):
                 raise self._error(k, name, value, w)
         elif value.device.type != "meta":
             self._later.append((k, name, value))
@@ -152,11 +153,21 @@ class Phi:
         self.conditions = conditions
         return traced
 
+    @property
+    def kind(self) -> object:
+        """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
+        return tuple(self.values), tuple((x.shape, x.dtype) for x in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """What the step was given, besides its state."""
+        batches = (x for name, _, batch in self._losses if name in self.values for x in tensors_of(batch))
+        return [*batches, *self.leaves, *self._buffers.values()]
+
     def _run(self, z: State, graph: bool, first: bool) -> Traced:
         w = {n: z[n] for n in self._binding.parameters}
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         weighted: list[Tensor] = []
-        with torch.enable_grad():
+        with torch.enable_grad(), self._binding.twice_differentiable():
             for (name, loss, batch), c in zip(self._losses, self._rule.weights(self.k), strict=True):
                 if not isinstance(c, Tensor) and c == 0:
                     continue
@@ -166,11 +177,11 @@ class Phi:
                     self._watch.see(self.k, name, value.detach(), w)
                     self.values[name] = value.detach()
                     self._find_leaves(name, weighted[-1], z)
+            total = sum(weighted[1:], weighted[0]) if weighted else None
         grads: Sequence[Tensor | None] = [None] * len(w)
         with full_precision(), torch.set_grad_enabled(graph):
-            if weighted:  # both losses in one backward pass
-                one = [torch.ones_like(x) for x in weighted]
-                grads = torch.autograd.grad(weighted, list(w.values()), one, create_graph=graph, allow_unused=True)
+            if total is not None:  # both losses in one backward pass
+                grads = torch.autograd.grad(total, list(w.values()), create_graph=graph, allow_unused=True)
             to = self._update(z, {n: d for n, d in zip(w, grads, strict=True) if d is not None})
         if graph:
             self._watch.look([*weighted, *to.values()], z)
@@ -270,6 +281,17 @@ def check_twice_differentiable(roots: Iterable[Tensor], z: Collection[Tensor]) -
                 "bilevel.inner: the second derivative of torch's weight_norm is wrong in this version of PyTorch.\n"
                 "The hypergradient would be wrong. Write it as a parametrization of your own: g * v / v.norm(...)."
             )
+
+
+def graph_bytes(traced: Traced, given: Iterable[Tensor]) -> int:
+    """Bytes that a graph keeps alive, apart from those of its result and of what it was given."""
+    aside = {x.untyped_storage().data_ptr() for x in (*given, *traced.at.values(), *traced.to.values())}
+    found: dict[int, int] = {}
+    for node in _nodes(traced.to.values(), {x.grad_fn for x in traced.at.values()}):
+        saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        for x in tensors_of([*saved, getattr(node, "saved_tensors", ())]):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(size for where, size in found.items() if where not in aside)
 
 
 @functools.cache

@@ -19,6 +19,10 @@ from .binding import State, map_tensors, tensors_of
 Step = Callable[[State, State], State]  # (z, d) -> z⁺
 
 
+def plain(z: State, d: State) -> State:
+    return {n: x - d[n] if n in d else x for n, x in z.items()}
+
+
 class Plain:
     """w⁺ = w − d."""
 
@@ -26,7 +30,7 @@ class Plain:
         self.start: State = {}
 
     def at_step(self) -> tuple[Step, list[Tensor]]:
-        return lambda z, d: {n: x - d[n] if n in d else x for n, x in z.items()}, []
+        return plain, []
 
     def lacks(self, need: str) -> str | None:
         return None

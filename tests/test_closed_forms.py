@@ -6,8 +6,10 @@ from problems import Line, Ridge, Vector, hypergrad, relative
 
 import bilevel_plugin as bilevel
 
+PLANNED = bilevel.Reverse(memory="1GiB")
 
-@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", "cg", "neumann", bilevel.Reverse("sqrt")])
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", "cg", "neumann", bilevel.Reverse("sqrt"), PLANNED])
 def test_ridge_reaches_its_closed_form(engine):
     ridge = Ridge.random()
     got = hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=300, solver="gd", lr=0.5, hypergrad=engine)

@@ -128,15 +128,14 @@ def test_what_each_engine_holds():
 
 @pytest.mark.parametrize("checkpoint", [1, "sqrt"])
 def test_stored_iterates_take_their_own_size(checkpoint):
-    """Rows of a few buffers, used again when an iterate is dropped: at most twice the bytes of the iterates."""
+    """Rows of a few buffers, used again when an iterate is dropped: at most 1.25 times the bytes of the iterates."""
     model = nn.ParameterDict({"w": torch.zeros(100_003)})
     h = lambda m: m["w"].square().sum()
     with bilevel.inner(model, h, h, solver="gd", lr=0.1, hypergrad=bilevel.Reverse(checkpoint)) as loop:
         loop.run(100)
         store, saved = loop._tape._store, loop._tape._saved
-        rows = len(store._rows) + sum(map(len, store._free.values()))
-        assert len(store._rows) == len(saved)
-        assert rows <= 2 * max(len(saved), 16)  # 16: what was held at most, before the checkpoints were widened
+        assert store._count == len(saved) + sum(map(len, store._free.values()))
+        assert store._count <= 1.25 * max(len(saved), 17)  # 17: held at most, before the checkpoints were widened
         assert all(x.untyped_storage().nbytes() <= 32 * 2**20 for z in saved.values() for x in z.values())
 
 

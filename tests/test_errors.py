@@ -106,7 +106,7 @@ def test_weights_that_are_not_finite_name_the_step_that_made_them():
     assert "made the weight 'w' so" in str(caught.value) or "h is inf" in str(caught.value)
 
 
-@pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt")])
+@pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB")])
 def test_an_adjoint_that_is_not_finite_names_its_step(engine):
     """√ at 0 in step 2 of 4: the loss and its gradient are finite, the second derivative is not."""
     model = Vector(torch.zeros(2, dtype=torch.float64))

@@ -10,6 +10,8 @@ from torch import nn
 
 import bilevel_plugin as bilevel
 
+PLANNED = bilevel.Reverse(memory="1GiB")
+
 
 def setup(dtype=torch.float64):
     torch.manual_seed(0)
@@ -41,7 +43,7 @@ def same(model, before):
     )
 
 
-@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse("sqrt")])
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse("sqrt"), PLANNED])
 def test_the_model_is_left_bit_identical(engine):
     model, h, g, lam, x, y = setup()
     before = snapshot(model)
@@ -152,7 +154,7 @@ def test_structures_of_inputs():
     assert torch.equal(module["weight"], listed[1])
 
 
-@pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt")])
+@pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt"), PLANNED])
 def test_results_are_plain_tensors(engine):
     model, h, g, lam, x, y = setup()
     with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
@@ -410,7 +412,7 @@ def test_mini_batches_in_a_loop_that_exists():
         return F.cross_entropy(model(x), y)
 
     grads = []
-    for engine in ("reverse", "unroll", bilevel.Reverse("sqrt")):
+    for engine in ("reverse", "unroll", bilevel.Reverse("sqrt"), PLANNED):
         with bilevel.inner(model, h, g, lr=0.5, hypergrad=engine) as loop:
             for xb, yb, i in loader:
                 loop.step(xb, yb, i, outer=(x, y))

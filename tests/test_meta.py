@@ -11,7 +11,15 @@ import bilevel_plugin as bilevel
 @pytest.mark.parametrize("tasks", [None, 3])
 @pytest.mark.parametrize("optimizer", [None, "SGD", "Adam"])
 @pytest.mark.parametrize(
-    "engine", ["reverse", bilevel.Reverse("sqrt"), bilevel.Reverse(truncate=2), "unroll", "forward"]
+    "engine",
+    [
+        "reverse",
+        bilevel.Reverse("sqrt"),
+        bilevel.Reverse(truncate=2),
+        bilevel.Reverse(memory="1GiB"),
+        "unroll",
+        "forward",
+    ],
 )
 def test_no_step_reads_the_device(engine, optimizer, tasks):
     lead = () if tasks is None else (tasks,)

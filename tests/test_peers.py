@@ -16,7 +16,9 @@ with warnings.catch_warnings():
 
 
 @pytest.mark.filterwarnings("ignore")  # higher itself warns of torch's newer ways
-@pytest.mark.parametrize("engine", ["reverse", bilevel.Reverse("sqrt")], ids=["reverse", "sqrt"])
+@pytest.mark.parametrize(
+    "engine", ["reverse", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB")], ids=["reverse", "sqrt", "planned"]
+)
 @pytest.mark.parametrize("rule", ["sgd", "momentum", "nesterov", "adam"])
 def test_higher(rule, engine):
     torch.manual_seed(0)

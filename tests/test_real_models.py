@@ -131,7 +131,10 @@ def problem(name, dtype=torch.float64):
     return model, h, g, lam, tuple(batch), tuple(outer)
 
 
-@pytest.mark.parametrize("engine", ["reverse", bilevel.Reverse("sqrt"), "forward"], ids=["reverse", "sqrt", "forward"])
+ENGINES = ["reverse", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB"), "forward"]
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids=["reverse", "sqrt", "planned", "forward"])
 @pytest.mark.parametrize("name", MODELS)
 def test_against_differences(name, engine):
     model, h, g, lam, batch, outer = problem(name)

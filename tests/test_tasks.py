@@ -8,6 +8,8 @@ from torch import nn
 
 import bilevel_plugin as bilevel
 
+PLANNED = bilevel.Reverse(memory="1GiB")
+
 
 def loss(model, x, y):
     return F.cross_entropy(model(x), y)
@@ -18,7 +20,7 @@ def batch(tasks=3, n=6):
 
 
 @pytest.mark.usefixtures("double")
-@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse("sqrt"), "neumann"])
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse("sqrt"), PLANNED, "neumann"])
 def test_against_a_loop(engine):
     model, (x, y), (xv, yv) = nn.Linear(4, 2), batch(), batch()
     decay = torch.zeros((), requires_grad=True)

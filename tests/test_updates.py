@@ -82,7 +82,7 @@ def test_a_scheduler_between_steps_is_followed_and_replayed():
     lam = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     weighted = lambda m, x, y: lam.exp() * h(m, x, y)
     results = []
-    for engine in ("reverse", bilevel.Reverse(checkpoint=2), "unroll"):
+    for engine in ("reverse", bilevel.Reverse(checkpoint=2), bilevel.Reverse(memory="1GiB"), "unroll"):
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
         optimizer._opt_called = True  # torch warns of a scheduler without optimizer.step(), which is the point here

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -27,6 +27,7 @@ class Tape(ABC):
     """The record that an engine keeps of one inner loop."""
 
     cut: ClassVar[bool] = True  # tensors of a batch enter as leaves of their own (see step.py)
+    phi: Callable[..., Phi] = Phi  # what makes a step
     whole: bool = True  # the adjoint gets back to w_0
 
     def start(self, z: State) -> State:
@@ -43,6 +44,10 @@ class Tape(ABC):
 
     def blame(self, end: Traced) -> int | None:
         """The step in which the adjoint stopped being finite, if the tape can tell."""
+        return None
+
+    def plan(self) -> object:
+        """What is kept for the sweep, and what it will cost; None for an engine that has no choice."""
         return None
 
 

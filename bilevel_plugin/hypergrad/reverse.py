@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..binding import State
-from ..step import Gradients, Phi, Traced
+from ..step import Gradients, Phi, Traced, graph_bytes
 from .base import Engine, Tape, as_leaves, finite, one, refuse_create_graph
+from .plan import Budget, Keep, Pull, free, parse, schedule
 from .store import Store
 
 
@@ -19,13 +21,26 @@ from .store import Store
 class Reverse(Engine):
     """a = ∇g(w_K); for k = K … 1: G += a·∂Φ_k/∂λ, a = a·∂Φ_k/∂z, each at the z that step k began from.
 
-    `checkpoint=c` stores every c-th iterate and runs the steps between again; "sqrt" widens c as the loop goes
+    By default all K iterates are stored, and each step is run again once, to get its graph.
+
+    `memory` (bytes, "2GiB", or "auto": half of what the device has free) keeps as much as fits instead: the graphs
+    of the last steps, which then need not be run again, and iterates for the others. With room for all graphs it is
+    as fast as "unroll". `loop.plan` tells what was chosen.
+
+    `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" widens c as the loop goes
     on, so that about 2√K iterates are held at any time. `truncate=m` goes back over the last m steps only: a
-    biased gradient for the memory and time of m steps (Shaban et al. 2019).
+    biased gradient for the memory and time of m steps (Shaban et al. 2019). `offload` keeps iterates in host memory
+    (pinned, copied without waiting), if the model is on an accelerator.
+
+    `compile` runs step and pullback under torch.compile, from the second step on; what can't be compiled runs
+    eagerly, with a warning that says why. Compiling takes its time once, for a model and its losses.
     """
 
     checkpoint: int | Literal["sqrt"] = 1
     truncate: int | None = None
+    memory: int | str | None = None
+    offload: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         wrong = self.checkpoint != "sqrt" if isinstance(self.checkpoint, str) else self.checkpoint < 1
@@ -33,18 +48,54 @@ class Reverse(Engine):
             raise ValueError(f"bilevel.Reverse: checkpoint must be 'sqrt' or at least 1, got {self.checkpoint!r}.")
         if self.truncate is not None and self.truncate < 1:
             raise ValueError(f"bilevel.Reverse: truncate must be at least 1, got {self.truncate}.")
+        if self.memory is not None:
+            parse(self.memory)
+            if self.checkpoint != 1:
+                raise ValueError("bilevel.Reverse: memory= decides what to store: leave out checkpoint= or memory=.")
+            if self.compile:
+                raise ValueError(
+                    "bilevel.Reverse: memory= keeps graphs of autograd, and compiled steps have none. Leave out "
+                    "compile=, or bound the memory with checkpoint=."
+                )
 
     def tape(self) -> Tape:
         return _ReverseTape(self)
 
 
+class Plan(NamedTuple):
+    """What a reverse sweep would work from now. Bytes are 0 if they were not asked for (no memory=)."""
+
+    steps: int
+    graphs: int  # kept, of the last steps
+    states: int  # kept, of the steps before them
+    reruns: int  # steps that will be run again
+    memory: int  # bytes that were allowed
+    graph: int  # bytes of a step's graph
+    state: int  # bytes of a state
+
+    def __str__(self) -> str:
+        held = self.graphs * self.graph + self.states * self.state
+        size = f" about {held / 1e6:.1f} of {self.memory / 1e6:.1f} MB;" if self.memory else ""
+        return (
+            f"{self.steps} steps: {self.graphs} graphs and {self.states} states are kept,{size} "
+            f"{self.reruns} steps will be run again"
+        )
+
+
 class _ReverseTape(Tape):
     def __init__(self, options: Reverse) -> None:
         self._options = options
+        if options.compile:
+            from ..compiled import Compiler  # here, since torch's compiler takes a second to import
+
+            self.phi = Compiler().phi
         self._every = 1 if options.checkpoint == "sqrt" else options.checkpoint
         self._phis: dict[int, Phi] = {}
-        self._store = Store()
+        self._store = Store(offload=options.offload)
         self._saved: dict[int, State] = {}
+        self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
+        self._weighed: dict[object, int] = {}
+        self._budget: Budget | None = None
         self._last: State = {}
         self._count = 0
 
@@ -54,36 +105,109 @@ class _ReverseTape(Tape):
         return 0 if self._options.truncate is None else max(0, self._count - self._options.truncate)
 
     def step(self, phi: Phi, z: State) -> State:
-        self._last = as_leaves(phi(z, graph=False).to)
+        traced = phi(z, graph=self._options.memory is not None)
+        self._last = as_leaves(traced.to)
         k, self._count = self._count, self._count + 1
         self._phis[k] = phi
-        if k % self._every == 0:
+        if self._options.memory is not None:
+            self._graphs.append((k, traced))
+            self._fit(self._weigh(phi, traced))
+        elif k % self._every == 0:
             self._saved[k] = self._store.keep(z)
-        if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
-            self._every *= 2
-            self._drop([j for j in self._saved if j % self._every])
+            if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
+                self._thin()
         if self._first > 0:
             self.whole = False
+            while self._graphs and self._graphs[0][0] < self._first:
+                self._graphs.popleft()
             needed = max((j for j in self._saved if j <= self._first), default=0)
             self._drop([j for j in self._saved if j < needed])
             for j in [j for j in self._phis if j < needed]:
                 del self._phis[j]
         return self._last
 
+    def _weigh(self, phi: Phi, traced: Traced) -> Budget:
+        """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""
+        if phi.kind not in self._weighed:
+            state = sum(x.numel() * x.element_size() for x in traced.to.values())
+            self._weighed[phi.kind] = state + graph_bytes(traced, phi.tensors())
+            memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
+            if memory is None:
+                memory = free(next(iter(traced.to.values())).device) // 2
+            self._budget = Budget(memory, max(self._weighed.values()), state)
+            self._budget.check()
+        assert self._budget is not None
+        return self._budget
+
+    def _fit(self, budget: Budget) -> None:
+        """Graphs give way to states, oldest first; and states to graphs, as long as their gaps are run in one go."""
+        while not budget.fits(len(self._graphs), len(self._saved)):
+            thinned = (len(self._saved) + 1) // 2
+            if len(self._graphs) == 1 or (thinned < len(self._saved) and budget.fits(2 * self._every, thinned)):
+                self._thin()
+            else:
+                self._let_go(*self._graphs.popleft())
+
+    def _let_go(self, k: int, traced: Traced) -> None:
+        """Forget a graph. Its state stays, if it is one of those to keep."""
+        if k % self._every == 0:
+            self._saved[k] = self._store.keep(traced.at)
+
+    def _thin(self) -> None:
+        self._every *= 2
+        self._drop([j for j in self._saved if j % self._every])
+
     def _drop(self, steps: list[int]) -> None:
         for j in steps:
             self._store.drop(self._saved.pop(j))
 
-    def _backwards(self) -> Iterator[tuple[Phi, State]]:
-        """Φ_K, z_{K−1}; Φ_{K−1}, z_{K−2}; …: what was not stored is run again, segment by segment."""
-        end = self._count
-        for begin in sorted(self._saved, reverse=True):
-            store, segment = Store(rows=end - begin - 1), [as_leaves(self._saved[begin])]
-            for k in range(begin, end - 1):
-                segment.append(as_leaves(store.keep(self._phis[k](segment[-1], graph=False).to)))
-            for k in reversed(range(max(begin, self._first), end)):
-                yield self._phis[k], segment[k - begin]
-            end = begin
+    def _room(self, steps: int, held: int) -> tuple[int, int]:
+        return self._budget.room(steps, held) if self._budget else (1, steps)
+
+    @property
+    def _end(self) -> int:
+        """The first step whose graph is kept."""
+        return self._graphs[0][0] if self._graphs else self._count
+
+    def _schedule(self, end: int) -> Iterator[Keep | Pull]:
+        saved = sorted(j for j in self._saved if j < end)
+        return schedule(saved, end, self._room) if end > self._first else iter(())
+
+    def plan(self) -> Plan:
+        actions = self._schedule(self._end)
+        reruns = sum(a.at - a.begin if isinstance(a, Keep) else a.end - a.begin for a in actions)
+        sizes = (self._budget.memory, self._budget.graph, self._budget.state) if self._budget else (0, 0, 0)
+        return Plan(self._count, len(self._graphs), len(self._saved), reruns, *sizes)
+
+    def _backwards(self) -> Iterator[tuple[Phi, Traced, bool]]:
+        """Φ_K, Φ_{K−1}, … with their graphs, and whether a step was run again for it."""
+        end = self._end
+        for i in reversed(range(len(self._graphs))):
+            k, traced = self._graphs[i]
+            if self._saved:  # their room will be needed
+                self._graphs.pop()
+                self._let_go(k, traced)
+            yield self._phis[k], traced, False
+            del traced
+        states, spent = dict(self._saved), None
+        for action in self._schedule(end):
+            z = as_leaves(self._store.fetch(states[action.begin]))
+            for k in range(action.begin, action.at):
+                z = as_leaves(self._phis[k](z, graph=False).to)
+            if isinstance(action, Keep):
+                states[action.at] = self._store.keep(z)
+                continue
+            graphs: list[Traced] = []
+            for k in range(action.at, action.end):
+                graphs.append(self._phis[k](z, graph=True))
+                if k + 1 < action.end:
+                    z = as_leaves(graphs[-1].to)
+            for k in reversed(range(max(action.at, self._first), action.end)):
+                yield self._phis[k], graphs.pop(), True
+            if action.begin == action.at and action.begin not in self._saved:
+                if spent is not None:
+                    self._store.drop(spent)
+                spent = states.pop(action.begin)  # where the step before should end: still to be compared with it
 
     def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
@@ -96,13 +220,13 @@ class _ReverseTape(Tape):
         a = end.vjp(one(end), inputs, found)
         yield self._count + 1, a
         after, drifts = self._last, list[tuple[Phi, Tensor]]()
-        for phi, z in self._backwards():
-            traced = phi(z, graph=True)
-            drifts += [(phi, x) for x in _drift(traced, after)]
+        for phi, traced, again in self._backwards():
+            if again and traced.to:
+                drifts += [(phi, x) for x in _drift(traced, after)]
             a = kept = adjoints.replace(kept, traced.vjp(a, inputs, found))
+            after = traced.at
             del traced  # before the next step's graph is made
             yield phi.k, a
-            after = z
         _check_same(drifts)
 
     def blame(self, end: Traced) -> int | None:

@@ -7,49 +7,42 @@ list of iterates took several times its own size. Rows of a buffer that was allo
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..binding import State
 
-Row = dict[tuple[torch.dtype, torch.device], Tensor]
-
 _BUFFER = 32 * 2**20  # bytes that a buffer has at the most, unless a single row has more
 
 
 class Store:
-    """Copies of states in a buffer of some rows, then another of twice as many, and so on.
+    """Copies of states in a buffer of some rows, then in further ones of a quarter of all rows so far.
 
-    A row is used again once its state was dropped.
+    A row is used again once its state was dropped. With `offload` the rows are in (pinned) host memory.
     """
 
-    def __init__(self, rows: int = 4) -> None:
-        self._next = rows
-        self._free: dict[Any, list[Row]] = defaultdict(list)
-        self._rows: dict[int, tuple[Any, Row]] = {}
+    def __init__(self, rows: int = 4, offload: bool = False) -> None:
+        self._least, self._offload = rows, offload
+        self._count = 0
+        self._free: dict[tuple[str, ...], list[State]] = defaultdict(list)
+        self._devices: dict[str, torch.device] = {}
 
     def keep(self, z: State) -> State:
-        """A copy of z."""
-        sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-        for x in z.values():
-            sizes[x.dtype, x.device] += x.numel()
-        layout = tuple(sizes.items())
-        if not self._free[layout]:
-            self._free[layout] = _rows(sizes, self._next)
-            self._next *= 2
-        row = self._free[layout].pop()
-        used: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-        kept: State = {}
+        """A copy of z. With offload, `fetch` brings it back."""
+        free = self._free[tuple(z)]  # tensors keep shape and type from step to step; momentum adds some
+        if not free:
+            free += self._rows(z, max(self._least, self._count // 4))
+            self._count += len(free)
+        kept = free.pop()
         with torch.no_grad():
             for n, x in z.items():
-                group = x.dtype, x.device
-                kept[n] = row[group].as_strided(x.shape, _strides(x), row[group].storage_offset() + used[group])
-                kept[n].copy_(x)
-                used[group] += x.numel()
-        self._rows[id(kept)] = layout, row
+                kept[n].copy_(x, non_blocking=True)
         return kept
+
+    def fetch(self, kept: State) -> State:
+        """What `keep` returned, on the devices that it was on."""
+        return {n: x.to(self._devices[n], non_blocking=True) for n, x in kept.items()} if self._offload else kept
 
     def replace(self, kept: State | None, z: State) -> State:
         """A copy of z in place of the one that was kept before."""
@@ -60,15 +53,30 @@ class Store:
 
     def drop(self, kept: State) -> None:
         """Forget a state that `keep` returned."""
-        layout, row = self._rows.pop(id(kept))
-        self._free[layout].append(row)
+        self._free[tuple(kept)].append(kept)
 
-
-def _rows(sizes: dict[tuple[torch.dtype, torch.device], int], rows: int) -> list[Row]:
-    total = sum(size * dtype.itemsize for (dtype, _), size in sizes.items())
-    rows = max(1, min(rows, _BUFFER // max(total, 1)))
-    buffers = {(t, d): torch.empty(rows, size, dtype=t, device=d) for (t, d), size in sizes.items()}
-    return [{group: buffer[i] for group, buffer in buffers.items()} for i in range(rows)]
+    def _rows(self, z: State, rows: int) -> list[State]:
+        self._devices.update((n, x.device) for n, x in z.items())
+        homes = {
+            n: torch.device("cpu") if self._offload and x.device.type != "meta" else x.device for n, x in z.items()
+        }
+        pin = any(homes[n] != x.device for n, x in z.items())
+        total = sum(x.numel() * x.element_size() for x in z.values())
+        rows = max(1, min(rows, _BUFFER // max(total, 1)))
+        sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
+        places: dict[str, int] = {}
+        for n, x in z.items():
+            group = x.dtype, homes[n]
+            places[n] = sizes[group]
+            sizes[group] += x.numel()
+        buffers = {(t, d): torch.empty(rows, size, dtype=t, device=d, pin_memory=pin) for (t, d), size in sizes.items()}
+        return [
+            {
+                n: buffers[x.dtype, homes[n]].as_strided(x.shape, _strides(x), i * sizes[x.dtype, homes[n]] + places[n])
+                for n, x in z.items()
+            }
+            for i in range(rows)
+        ]
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,113 @@
+"""A guard against waste: operators and bytes are counted, not seconds, on two problems that people run."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bilevel_plugin as bilevel
+
+
+class Count(TorchDispatchMode):
+    """Counts what is dispatched, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.by_name = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.by_name[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, *names):
+        return sum(self.by_name[name] for name in names)
+
+
+class Host(nn.Module):
+    """Calls a loss on the model as functional_call wants it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss, *batch):
+        return loss(self.model, *batch)
+
+
+PRODUCTS = "mm", "addmm", "bmm"
+VIEWS = "detach", "t", "transpose", "view", "_unsafe_view", "expand", "as_strided", "alias", "unsqueeze"
+
+
+def per_step(engine):
+    """(matrix products, operators other than views) that one more step costs: data cleaning, a linear model."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(7, 3), torch.randn(20, 7), torch.randint(3, (20,))
+    lam = torch.zeros(20, requires_grad=True)
+
+    def h(model, x, y):
+        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    def g(model, x, y):
+        return F.cross_entropy(model(x), y)
+
+    def by_hand(steps):
+        w = {f"model.{n}": p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+        for _ in range(steps):
+            loss = 0.1 * functional_call(Host(model), w, (h, x, y))
+            grads = torch.autograd.grad(loss, list(w.values()), create_graph=True)
+            w = {n: p - d for (n, p), d in zip(w.items(), grads, strict=True)}
+        torch.autograd.grad(functional_call(Host(model), w, (g, x, y)), lam)
+
+    def by_us(steps):
+        with bilevel.inner(model, h, g, solver="gd", lr=0.1, hypergrad=engine) as loop:
+            loop.run(steps, x, y, outer=(x, y))
+            loop.hypergrad(lam)
+
+    def run(steps):
+        with Count() as count:
+            by_hand(steps) if engine is None else by_us(steps)
+        return count.of(*PRODUCTS), sum(count.by_name.values()) - count.of(*VIEWS)
+
+    return tuple((b - a) / 4 for a, b in zip(run(4), run(8), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("engine", "products", "operators"),
+    [
+        ("unroll", 4, 2),
+        (bilevel.Reverse(memory="1GiB"), 4, 4),
+        ("reverse", 6, 26),
+        (bilevel.Reverse(checkpoint=4), 7.5, 38),  # 3 of 4 steps are run once more
+    ],
+)
+def test_data_cleaning(engine, products, operators):
+    found, raw = per_step(engine), per_step(None)
+    assert raw[0] == 4
+    assert found[0] == products
+    assert found[1] - raw[1] <= operators  # what a step has beyond the loop that one writes by hand
+
+
+def test_an_encoder_is_gone_through_once_whatever_the_number_of_steps():
+    """Few-shot: 4 tasks, features in the batch. The convolutions are those of one forward and one backward pass."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten())
+    images, y = torch.randn(4 * 10, 1, 8, 8), torch.arange(5).repeat(4, 2)
+    head = nn.Linear(64, 5)
+    loss = lambda head, f, y: F.cross_entropy(head(f), y)
+
+    def run(steps, engine):
+        with Count() as count:
+            f = encoder(images).reshape(4, 10, -1)
+            with bilevel.inner(head, loss, loss, solver="gd", lr=0.1, tasks=4, hypergrad=engine) as loop:
+                loop.run(steps, f, y, outer=(f, y))
+                loop.backward()
+        return count.of("convolution"), count.of("convolution_backward"), count.of(*PRODUCTS)
+
+    for engine, products in (("unroll", 6), ("reverse", 8), (bilevel.Reverse(memory="1GiB"), 6)):
+        first, second = run(3, engine), run(5, engine)
+        assert first[:2] == second[:2] == (2, 2)
+        assert (second[2] - first[2]) / 2 == products
