@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types fuzz memory clean
+.PHONY: demo test lint types fuzz bench bench-quick memory clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,6 +30,7 @@ lint: $(VENV)/.test
 types: $(VENV)/.test
 	$(BIN)/pyright
 	$(BIN)/pyright -p recipes
+	$(BIN)/pyright -p benchmarks
 
 # Long: 2,000 random problems for each engine, and the largest error that was found; 400 for the other properties.
 fuzz: $(VENV)/.test
@@ -37,6 +38,19 @@ fuzz: $(VENV)/.test
 	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto -k "differences or implicit"
 	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py -n auto -k "not (differences or implicit)"
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
+
+# Side by side with the peers: time, memory, error, time to quality. `bench` takes hours, `bench-quick` minutes.
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) -e '.[peers]'
+	-$(PIP) --no-deps betty-ml
+	-$(PIP) --no-deps boat-torch
+	touch $@
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks --out docs/results $(if $(DATA),--data-root $(DATA))
+
+bench-quick: $(VENV)/.bench
+	$(BIN)/python -m benchmarks --quick --out runs/bench-quick
 
 # Peak memory and time of the engines on an MLP 784-300-10, each in a process of its own.
 memory: $(VENV)/.test

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..binding import State
 from ..step import Gradients, Phi, Traced, walk
@@ -26,21 +27,25 @@ class _UnrollTape(Tape):
     cut: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._states: list[State] = []
+        self._start: State = {}
+        self._edges: list[list[GradientEdge]] = []  # where each state is in the graph, which may let go of its numbers
 
     def start(self, z: State) -> State:
         with torch.enable_grad():
             # a clone, so that commit_() may write to the parameters without touching the graph
-            self._states.append({n: x.clone() if x.requires_grad else x.clone().requires_grad_() for n, x in z.items()})
-        return self._states[0]
+            self._start = {n: x.clone() if x.requires_grad else x.clone().requires_grad_() for n, x in z.items()}
+        return self._remember(self._start)
 
     def step(self, phi: Phi, z: State) -> State:
-        self._states.append(phi(z, graph=True).to)
-        return self._states[-1]
+        return self._remember(phi(z, graph=True).to)
+
+    def _remember(self, z: State) -> State:
+        self._edges.append([get_gradient_edge(x) for x in z.values()])
+        return z
 
     def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         (loss,) = end.to.values()
-        wanted = walk(loss, self._states[0].values())[0] if inputs is None else inputs
+        wanted = walk(loss, self._start.values())[0] if inputs is None else inputs
         found = Gradients()
         if wanted:
             grads = torch.autograd.grad(
@@ -52,8 +57,8 @@ class _UnrollTape(Tape):
 
     def blame(self, end: Traced) -> int | None:
         (loss,) = end.to.values()
-        for k in reversed(range(len(self._states))):
-            grads = torch.autograd.grad(loss, list(self._states[k].values()), allow_unused=True, retain_graph=True)
+        for k, edges in reversed(list(enumerate(self._edges))):
+            grads = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
             if not finite([g for g in grads if g is not None]):
                 return k + 1
         return None

@@ -1,0 +1,195 @@
+"""Side by side: our engines, the peers that are installed, raw autograd and JAX, on the same problems."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from . import measure, report
+from .measure import Result, Setting, apart, say
+from .problems import NAMES, SIZES, make
+from .runners import BY_NAME, RUNNERS
+
+PARTS = {
+    "table": "time, memory, accuracy and operators of each runner on each problem",
+    "box": "out of the box: ours as the recipes set it up, the peers as they come, on P3 and P4",
+    "growth": "P6: time and memory from the smallest to the largest K",
+    "quality": "seconds until the labels of MNIST are told apart (needs the data)",
+}
+EXAMPLES = """examples:
+  python -m benchmarks --quick                                     a look, in under five minutes
+  python -m benchmarks --out docs/results                          the table of the docs; takes about two hours
+  python -m benchmarks --problems P3 --runners ours,higher --parts table --rounds 3
+  python -m benchmarks --parts growth --merge                      only P6; what benchmarks.json has of the rest stays
+
+Peers that are not installed are rows that say so. Time is measured in turns within one process, memory in a process of
+its own for each case. The data are random numbers of the right shapes, but for `quality`.
+"""
+TENTH = "ours: reverse memory=tenth"
+GROWING = ("ours", "higher", "TorchOpt", "autograd", "JAX")  # the runners of P6, by the beginnings of their names
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    p.add_argument("--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR",
+                   help="where benchmarks.md, .json and the pictures go (runs/benchmarks)")  # fmt: skip
+    p.add_argument("--quick", action="store_true", help="fewer samples, steps and rounds; the same as --size quick")
+    p.add_argument("--size", choices=list(SIZES), default=None, help="how large the problems are (full)")
+    p.add_argument("--problems", type=listing(NAMES), default=None, metavar="P",
+                   help=f"some of {', '.join(NAMES)}, or beginnings: P1,P4 (all; quick: not P4-20)")  # fmt: skip
+    everyone = [r.name for r in RUNNERS]
+    p.add_argument("--runners", type=listing(everyone), default=everyone, metavar="R",
+                   help=f"some of {', '.join(everyone)}, or beginnings: ours,higher,JAX (all)")  # fmt: skip
+    p.add_argument("--parts", type=listing(list(PARTS)), default=None, metavar="PART",
+                   help="; ".join(f"{k}: {v}" for k, v in PARTS.items()) + " (all; quick: not quality)")  # fmt: skip
+    p.add_argument("--rounds", type=int, default=None, metavar="N", help="timed rounds of the table (5, quick 3)")
+    p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+                   help="cores for every runner (all)")  # fmt: skip
+    p.add_argument("--malloc", choices=("keep", "default"), default="keep",
+                   help="glibc's malloc, for all runners alike: keep what was freed, or return it (keep)")  # fmt: skip
+    p.add_argument("--data-root", default=None, metavar="DIR", help="where MNIST is (./data or ../shared/data)")
+    p.add_argument("--quality-seconds", type=float, default=None, metavar="S",
+                   help="at most so long for each method of `quality` (300, quick 20)")  # fmt: skip
+    p.add_argument("--merge", action="store_true", help="keep what --out has of other problems and parts")
+    return p
+
+
+def listing(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """An argparse type: names separated by commas, each a known one or the beginning of some."""
+
+    def meant(part: str) -> list[str]:
+        return [k for k in known if k.lower() == part] or [k for k in known if k.lower().startswith(part)]
+
+    def parse(text: str) -> list[str]:
+        asked = [part.strip().lower() for part in text.split(",") if part.strip()]
+        lost = [part for part in asked if not meant(part)]
+        if lost or not asked:
+            raise argparse.ArgumentTypeError(f"no {', '.join(lost) or 'name'}; known: {', '.join(known)}")
+        return [k for k in known if any(k in meant(part) for part in asked)]
+
+    return parse
+
+
+def table(setting: Setting, name: str, runners: list[str], rounds: int) -> Result:
+    """All figures of one problem, runner by runner; what can't run has a reason in place of figures."""
+    say(f"{name}: the float64 result")
+    exact = apart(measure.exact, setting, name)
+    rows: dict[str, Result] = {}
+    # the peers first: one of ours gets a tenth of the memory of the leanest
+    for runner in sorted((BY_NAME[r] for r in runners), key=lambda r: r.group == "ours"):
+        if not runner.takes(name):
+            continue
+        row: Result = {"group": runner.group, "version": runner.version(), "remark": runner.remark()}
+        if why := runner.missing(name, setting.size):
+            row["failed"] = why
+        elif "failed" in exact:
+            row["failed"] = f"no result to judge by: {exact['failed']}"
+        else:
+            say(f"{name}: memory, {runner.name}")
+            held = [r["live"] for r in rows.values() if r["group"] == "peer" and r.get("live")]
+            setting = replace(setting, tenth=min(held) // 10 if held else None)
+            row |= apart(measure.case, setting, name, runner.name, exact["grads"])
+        rows[runner.name] = row
+    rows = {r: rows[r] for r in runners if r in rows}
+    well = [r for r, row in rows.items() if "failed" not in row]
+    took = apart(measure.times, setting, name, well, rounds) if well else {"seconds": {}}
+    for r in well:
+        rows[r] |= {"failed": took["failed"]} if "failed" in took else {
+            "seconds": took["seconds"][r], "prepare": took["prepare"][r]}  # fmt: skip
+    p = make(name, setting.size)
+    plain = took.get("seconds", {}).get(measure.PLAIN, [])
+    return {"title": p.title, "steps": p.steps, "unit": p.unit, "plain": plain, "once": took.get("once", []),
+            "tenth": setting.tenth, "rows": rows}  # fmt: skip
+
+
+def box(setting: Setting, problems: list[str], runners: list[str], rounds: int) -> Result:
+    """Each hypergradient in a process of its own: ours with the recipes' malloc, the peers with what they come with."""
+    found: Result = {}
+    for name in (p for p in problems if p[:2] in ("P3", "P4")):
+        rows: dict[str, list[Result]] = {}
+        for turn in range(max(1, rounds - 2)):
+            for runner in (BY_NAME[r] for r in runners):
+                if runner.missing() or not runner.takes(name) or runner.name.startswith(("JAX", TENTH)):
+                    continue
+                say(f"{name}, out of the box: round {turn + 1}, {runner.name}")
+                ours = replace(setting, malloc="keep" if runner.group == "ours" else "default")
+                rows.setdefault(runner.name, []).append(apart(measure.fresh, ours, name, runner.name))
+        found[name] = {r: next((x for x in runs if "failed" in x), None) or {
+            "group": BY_NAME[r].group, "seconds": [x["seconds"] for x in runs],
+            "resident": max(x["resident"] for x in runs),
+        } for r, runs in rows.items()}  # fmt: skip
+    return found
+
+
+def growth(setting: Setting, runners: list[str]) -> Result:
+    """Time and memory of each runner at each K: {runner: {K: {...}}}."""
+    found: Result = {}
+    for runner in (BY_NAME[r] for r in runners):
+        if runner.name.startswith(GROWING) and not (runner.missing() or runner.only or runner.name == TENTH):
+            rows: Result = {}
+            for steps in SIZES[setting.size].horizons:
+                say(f"P6: K = {steps}, {runner.name}")
+                rows[str(steps)] = apart(measure.fresh, replace(setting, steps=steps), "P6", runner.name)
+            found[runner.name] = rows
+    return {"title": make("P6", setting.size, steps=1).title, "rows": found}
+
+
+def quality(setting: Setting, runners: list[str], root: str | None, cap: float) -> Result:
+    try:
+        from . import quality as cleaning
+    except ImportError as error:
+        return {"skipped": f"needs the recipes' packages ({error})"}
+    place = cleaning.data(root)
+    if not place:
+        return {"skipped": f"no MNIST in {root or './data or ../shared/data'}: give --data-root"}
+    asked = [r for r in runners if not BY_NAME[r].missing()]
+    return {"rows": {label: apart(cleaning.clean, setting, solver, runner, place, cap)
+                     for label, (solver, runner) in cleaning.cleaners(asked).items()}}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(argv)
+    size = args.size or ("quick" if args.quick else "full")
+    rounds = args.rounds or (5 if size == "full" else 3)
+    problems = args.problems or [name for name in NAMES if size == "full" or name != "P4-20"]
+    setting, begin = Setting(size, args.threads, args.malloc), time.perf_counter()
+    results: dict[str, Any] = report.load(args.out) if args.merge else {}
+    results |= {
+        "setting": {"size": size, "threads": args.threads, "malloc": args.malloc, "rounds": rounds},
+        "machine": report.machine([r for r in RUNNERS if r.package]),
+        "when": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
+        "command": " ".join(["python -m benchmarks", *argv]),
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    cap = args.quality_seconds or (300.0 if size == "full" else 20.0)
+    jobs: dict[str, list[tuple[str, Callable[[], Result]]]] = {
+        "table": [(name, lambda name=name: table(setting, name, args.runners, rounds)) for name in problems],
+        "box": [("", lambda: box(setting, problems, args.runners, rounds))],
+        "growth": [("", lambda: growth(setting, args.runners))],
+        "quality": [("", lambda: quality(setting, args.runners, args.data_root, cap))],
+    }
+    for part in args.parts or [part for part in PARTS if size == "full" or part != "quality"]:
+        for key, job in jobs[part]:
+            if key:
+                results.setdefault(part, {})[key] = job()
+            else:
+                results[part] = job()
+            report.save(args.out, results)  # after each job: a run that is stopped has what it did
+    say(f"{time.perf_counter() - begin:.0f} s")
+    print(f"\n{report.markdown(results)}\nwritten to {args.out}/benchmarks.md, .json and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
