@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -50,6 +51,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{escape(h)}</th>' for h in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def made(command: str, settings: dict[str, Any], versions: dict[str, Any]) -> tuple[str, str]:
+    """The section that says how to make the page again."""
+    details = json.dumps({"settings": settings, "versions": versions}, indent=1, ensure_ascii=False)
+    return "How this was made", code(command) + code(details)
 
 
 def figure(path: Path, alt: str) -> str:

@@ -6,12 +6,17 @@ import io
 import json
 import os
 import platform
+import re
 import resource
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 
 def write(path: Path, content: bytes) -> None:
@@ -68,6 +73,44 @@ def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         return
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def file_name(job: Any) -> str:
+    """The checkpoint's name for a job, a dataclass of plain values."""
+    words = "_".join(str(v) for v in asdict(job).values() if v != "")
+    plain = re.sub(r"[^\w.-]", "-", words)
+    return f"{plain}_{zlib.crc32(words.encode()):08x}.pt"  # two paths may differ in what - replaced
+
+
+def sweep(
+    todo: Sequence[Any],
+    folder: Path,
+    one: Callable[[Any, Path, dict[str, Any] | None], dict[str, Any]],
+    quiet: bool = False,
+) -> list[dict[str, Any]]:
+    """Do the jobs that are not done yet, and return the record of every one.
+
+    one(job, path, state) does a job, or goes on with it from the state that it saved in path; what it returns, and has
+    saved there, holds the record. A job has a `file` and, for the progress bar, a `title`.
+    """
+    records: list[dict[str, Any]] = []
+    bar = tqdm(todo, desc="runs", disable=quiet, unit="run", position=0)
+    for job in bar:
+        path = folder / "runs" / job.file
+        state = load(path)
+        if state is None or "record" not in state:
+            bar.set_postfix_str(job.title)
+            state = one(job, path, state)
+        records.append(state["record"])
+    return records
+
+
+def set_up(device: str, threads: int | None) -> None:
+    """Set torch's threads, and make sure of the device."""
+    if threads:
+        torch.set_num_threads(threads)
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"recipes: --device {device}, but torch sees no CUDA device here; use --device cpu")
 
 
 def versions() -> dict[str, Any]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from .. import runs
+import bilevel_plugin as bilevel
+
+from .. import command
+from ..command import GRID, NAMES, NUMBERS, RATES, Flags, listing
 from ..data import READERS
 from ..models import MODELS
 from . import output, study
@@ -39,29 +39,7 @@ PAPER_SETTINGS: dict[str, Any] = {
 }
 
 
-def _text(flags: dict[str, Any]) -> str:
-    return " ".join(f"--{k} {','.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in flags.items())
-
-
-def listing(kind: Callable[[str], Any], known: Sequence[str] | None = None) -> Callable[[str], tuple[Any, ...]]:
-    """An argparse type: values separated by commas, each of them known."""
-
-    def parse(text: str) -> tuple[Any, ...]:
-        values = tuple(kind(part.strip()) for part in text.split(",") if part.strip() and part.strip() != "none")
-        wrong = [v for v in values if known is not None and v not in known]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"no {', '.join(wrong)}; known: {', '.join(known or ())}")
-        return values
-
-    parse.__name__ = f"list of {kind.__name__}"
-    return parse
-
-
-GRID = "several, separated by commas, make a grid"
-NAMES, NUMBERS, RATES = listing(str), listing(int), listing(float)
-
-# group -> flag, type (bool: a switch), how help shows the value, what it means (and the default)
-FLAGS: dict[str, list[tuple[str, Any, str | None, str]]] = {
+FLAGS: Flags = {
     "data": [
         ("dataset", NAMES, "NAME", f"{', '.join(READERS)}, or a path to your own .npz or .csv; {GRID} (digits)"),
         ("data-root", str, "DIR", "where the files are: in torchvision's layout, or as .tar.xz or .npz (./data)"),
@@ -87,7 +65,7 @@ FLAGS: dict[str, list[tuple[str, Any, str | None, str]]] = {
         ("eta", float, "ETA", "outer rate: Adam's, or with evidence the share of the new weight (0.5)"),
         ("influence", float, "B", "weight of the hypergradient in evidence; 0 leaves it out and is faster (1)"),
         ("batch-size", int, "B", "mini-batches in the inner loop (full batch)"),
-        ("checkpoint", str, "C", "keep every C-th inner state, or 'sqrt': less memory for one more forward pass (1)"),
+        ("memory", str, "SIZE", "for a hypergradient, as in 2GiB; less is slower, same result (half of what is free)"),
         ("warm", bool, None, "start each inner loop from the last weights, not from the first"),
     ],
     "comparison": [
@@ -109,59 +87,41 @@ FLAGS: dict[str, list[tuple[str, Any, str | None, str]]] = {
 }  # fmt: skip
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m recipes.data_cleaning",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    for title, flags in FLAGS.items():
-        group = p.add_argument_group(title)
-        for name, kind, shown, words in flags:
-            how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": shown}
-            group.add_argument(f"--{name}", default=None, help=words.replace("%", "%%"), **how)
-    p.add_argument("--paper", action="store_true", help=f"the paper's protocol: {_text(PAPER_SETTINGS)}")
-    out = "where to write results.json, curves.csv, weights.csv, table.md, plots, report.html (runs/data_cleaning)"
-    p.add_argument("--out", type=Path, default=Path("runs/data_cleaning"), metavar="DIR", help=out)
-    p.add_argument("--resume", action="store_true", help="go on with the run in --out, to the same result")
-    p.add_argument("--quiet", action="store_true", help="no progress bars")
-    return p
-
-
 def settings(args: argparse.Namespace) -> Settings:
     """The flags that were given, over the paper's or the recipe's defaults."""
-    chosen: dict[str, Any] = {"baselines": ("validation-only",), **(PAPER_SETTINGS if args.paper else {})}
-    chosen |= {k: v for k, v in vars(args).items() if v is not None and k in Settings.__dataclass_fields__}
-    if isinstance(chosen.get("checkpoint"), str) and chosen["checkpoint"] != "sqrt":
-        chosen["checkpoint"] = int(chosen["checkpoint"])
+    defaults = {"baselines": ("validation-only",)}
+    chosen = {**defaults, **command.given(args, Settings.__dataclass_fields__, PAPER_SETTINGS)}
     return Settings(**chosen)
 
 
+def check(s: Settings) -> None:
+    bilevel.Reverse(memory=s.memory)  # a size that is none fails here
+    for name in s.dataset:
+        study.source(name, s.data_root, s.download, s.image_size)
+
+
+RECIPE = command.Recipe(
+    module="recipes.data_cleaning",
+    about=__doc__ or "",
+    examples=EXAMPLES,
+    flags=FLAGS,
+    paper=PAPER_SETTINGS,
+    writes="results.json, curves.csv, weights.csv, table.md, plots, report.html",
+    hint=" Here: a smaller --lr.",
+    settings=settings,
+    check=check,
+    fingerprint=study.fingerprint,
+    run=study.run,
+    write=output.write,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    return command.parser(RECIPE)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    p = parser()
-    args = p.parse_args(argv)
-    begin = time.perf_counter()
-    try:
-        s = settings(args)
-        for name in s.dataset:  # before anything is written: a wrong path is the commonest mistake
-            study.source(name, s.data_root, s.download, s.image_size)
-        runs.open_folder(args.out, study.fingerprint(s), args.resume)
-        records = study.run(s, args.out, args.quiet)
-    except KeyboardInterrupt:
-        print(f"\nstopped; the same command with --resume goes on from {args.out}", file=sys.stderr)
-        return 130
-    except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        hint = " Here: a smaller --lr." if isinstance(error, FloatingPointError) else ""
-        print(f"{p.prog}: error: {error}{hint}", file=sys.stderr)
-        return 2
-    command = shlex.join(["python", "-m", "recipes.data_cleaning", *(a for a in argv if a != "--resume")])
-    table, page = output.write(s, records, args.out, command)
-    print(table)
-    print(f"\n{time.perf_counter() - begin:.0f} s; table, curves, weights and plots are in {args.out}")
-    print(page)
-    return 0
+    return command.main(RECIPE, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,10 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import bilevel_plugin as bilevel
 
+from ..models import autocast
+
 Pair = tuple[Tensor, Tensor]
+ENGINE = bilevel.Reverse(memory="auto")  # as fast as the memory allows
 CAP = 8.0  # |λ| at most: beyond it σ is 0 or 1 in all but name, and a sample could never come back
 
 
@@ -59,7 +61,7 @@ def clean(
     eta: float = 0.5,
     influence: float = 1.0,
     every: int = 1,
-    hypergrad: Any = "reverse",
+    hypergrad: Any = ENGINE,
     batch_size: int | None = None,
     workers: int = 0,
     bf16: bool = False,
@@ -232,7 +234,3 @@ def batches(
     loader = DataLoader(data, sampler=sampler, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
     while True:
         yield from loader
-
-
-def autocast(device: torch.device, on: bool) -> AbstractContextManager[Any]:
-    return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -14,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import plots, report, runs
+from .. import plots, report, runs, tables
 from ..data import Images, Split
 from .score import PAPER
 from .study import Job, Settings, jobs, problem, source, summary
@@ -41,7 +38,7 @@ def write(s: Settings, records: list[Record], folder: Path, command: str) -> tup
         "paper_f1_clean_improved_basic": paper,
         "runs": records,
     }
-    runs.write_text(folder / "results.json", json.dumps(_plain(results), indent=1, ensure_ascii=False) + "\n")
+    runs.write_text(folder / "results.json", json.dumps(tables.plain(results), indent=1, ensure_ascii=False) + "\n")
     runs.write_text(folder / "curves.csv", _curves_csv(records))
     featured = next((j for j in jobs(s) if j.judge), None) or next(jobs(s))
     runs.write_text(folder / "weights.csv", weights_csv(s, featured, folder))
@@ -59,32 +56,21 @@ def _titles(s: Settings) -> dict[str, str]:
     return {d: _source(s, d).name for d in s.dataset}
 
 
-def _plain(value: Any) -> Any:
-    """NaN is no JSON: None."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # --- tables ----------------------------------------------------------------------------------------------------
 
 
-def blocks(rows: list[Record], titles: dict[str, str]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """(title, header, lines of text) for each cell, in the order of the study; no column that is empty in all lines."""
+def blocks(rows: list[Record], titles: dict[str, str]) -> list[tables.Block]:
+    """One table for each cell, in the order of the study."""
     cells: dict[tuple[Any, ...], list[list[str]]] = {}
     for r in rows:
         cell = (r["dataset"], r["model"], r["rho"], r["validation"])
-        line = [r["label"], *(_pm(r, key) for key in ("f1_clean", "f1_corrupted", "test_accuracy"))]
+        line = [
+            r["label"],
+            *(tables.spread(r, key) for key in ("f1_clean", "f1_corrupted", "test_accuracy")),
+        ]
         reached = "" if r.get("steps_to_gd") is None else str(r["steps_to_gd"])
-        cells.setdefault(cell, []).append([*line, _pm(r, "seconds", ".1f"), reached, _paper(r, titles)])
-    out: list[tuple[str, list[str], list[list[str]]]] = []
-    for cell, lines in cells.items():
-        used = [c for c in range(len(HEADER)) if any(line[c] for line in lines)]
-        shown = [[line[c] or "–" for c in used] for line in lines]
-        out.append((_cell_title(cell, titles), [HEADER[c] for c in used], shown))
-    return out
+        cells.setdefault(cell, []).append([*line, tables.spread(r, "seconds", ".1f"), reached, _paper(r, titles)])
+    return [tables.block(_cell_title(cell, titles), HEADER, lines) for cell, lines in cells.items()]
 
 
 def _paper(row: Record, titles: dict[str, str]) -> str:
@@ -102,46 +88,20 @@ def _cell_title(cell: tuple[Any, ...], titles: dict[str, str]) -> str:
     return ", ".join(parts + ([f"{validation} checked samples"] if validation else []))
 
 
-def _pm(row: Record, key: str, form: str = ".3f") -> str:
-    if key not in row:
-        return ""
-    std = row[f"{key}_std"]
-    return f"{row[key]:{form}}" + ("" if math.isnan(std) else f" ± {std:{form}}")
-
-
 def screen(rows: list[Record], titles: dict[str, str]) -> str:
     """The table in plain text."""
-    out: list[str] = []
-    for title, head, lines in blocks(rows, titles):
-        table = [head, *lines]
-        first, *rest = (max(map(len, column)) for column in zip(*table, strict=True))
-        out += ["", title]
-        for name, *cells in table:
-            out.append("  ".join([name.ljust(first), *(c.rjust(w) for c, w in zip(cells, rest, strict=True))]).rstrip())
-    return "\n".join(out[1:])
+    return tables.screen(blocks(rows, titles))
 
 
 def markdown(rows: list[Record], titles: dict[str, str]) -> str:
-    out: list[str] = []
-    for title, head, lines in blocks(rows, titles):
-        out += [f"**{title}**", "", "| " + " | ".join(head) + " |", "| --- " + "| ---: " * (len(head) - 1) + "|"]
-        out += ["| " + " | ".join(line) + " |" for line in lines] + [""]
-    return "\n".join(out)
-
-
-def _csv(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return buffer.getvalue()
+    return tables.markdown(blocks(rows, titles))
 
 
 def _curves_csv(records: list[Record]) -> str:
     keys = ["dataset", "model", "rho", "validation", "method", "judge", "every", "steps", "seed"]
     columns = ["step", "seconds", "g", "kept", "f1_clean", "f1_corrupted"]
     rows = [[r[k] for k in keys] + [h.get(c, "") for c in columns] for r in records for h in r["history"]]
-    return _csv([*keys, *columns], rows)
+    return tables.csv_text([*keys, *columns], rows)
 
 
 def _verdicts(job: Job, folder: Path) -> tuple[Any, Any, Any]:
@@ -167,7 +127,7 @@ def weights_csv(s: Settings, job: Job, folder: Path) -> str:
                 "keep" if lam[i] >= 0 else "mislabelled"]  # fmt: skip
         line += [images.files[row]] if images.files else []
         rows.append(line + ([int(p.split.clean[i])] if p.split.clean is not None else []))
-    return _csv(header, rows)
+    return tables.csv_text(header, rows)
 
 
 # --- figures ---------------------------------------------------------------------------------------------------
@@ -234,8 +194,8 @@ def _report(
     lam, suggested, order = _verdicts(featured, folder)
     bad, checked = int((lam < 0).sum()), len(p.validation[1])
     lead = f"{len(lam)} samples judged with {checked} checked ones: {bad} are called mislabelled ({featured.label})."
-    tables = [f"<h3>{escape(title)}</h3>{report.table(head, lines)}" for title, head, lines in blocks(rows, titles)]
-    sections = [("Table", "".join([*tables, *map(report.text, [LEGEND, *notes])]))]
+    shown = [f"<h3>{escape(title)}</h3>{report.table(head, lines)}" for title, head, lines in blocks(rows, titles)]
+    sections = [("Table", "".join([*shown, *map(report.text, [LEGEND, *notes])]))]
     words = {
         "f1_by_step": ("F1 against outer step", "F1 of the clean class after each outer step."),
         "f1_by_time": ("F1 against time", "The same against seconds of this machine."),
@@ -246,8 +206,7 @@ def _report(
         head, caption = words[name]
         sections.append((head, report.text(caption) + report.figure(path, caption)))
     sections.append(("The most suspicious samples", _suspects(p.split, lam, suggested, order)))
-    details = json.dumps({"settings": asdict(s), "versions": runs.versions()}, indent=1, ensure_ascii=False)
-    sections.append(("How this was made", report.code(command) + report.code(details)))
+    sections.append(report.made(command, asdict(s), runs.versions()))
     return report.page(f"Data cleaning: {', '.join(titles.values())}", lead, sections)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -49,7 +47,7 @@ class Settings:
     eta: float = 0.5
     influence: float = 1.0
     batch_size: int | None = None
-    checkpoint: Any = 1  # an int, or "sqrt"
+    memory: str = "auto"
     warm: bool = False
     baselines: tuple[str, ...] = ()
     fit_steps: int = 200
@@ -62,8 +60,8 @@ class Settings:
 
 
 def fingerprint(s: Settings) -> dict[str, Any]:
-    """What a resumed run must share with the one it goes on with."""
-    return {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "workers")}
+    """What a resumed run must share with the one it goes on with. (The memory changes no bit of the result.)"""
+    return {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "workers", "memory")}
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,12 @@ class Job:
         return " ".join([self.method, f"({', '.join([self.judge, f'K={self.steps}', *extra])})"])
 
     @property
+    def title(self) -> str:
+        return f"{self.dataset} ρ={self.rho} {self.label} seed {self.seed}"
+
+    @property
     def file(self) -> str:
-        words = "_".join(str(v) for v in asdict(self).values() if v != "")
-        plain = re.sub(r"[^\w.-]", "-", words)
-        return f"{plain}_{zlib.crc32(words.encode()):08x}.pt"  # two paths may differ in what - replaced
+        return runs.file_name(self)
 
 
 def jobs(s: Settings) -> Iterator[Job]:
@@ -118,21 +118,8 @@ def jobs(s: Settings) -> Iterator[Job]:
 
 def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
     """Run what is not done yet, and return the record of every run."""
-    if s.threads:
-        torch.set_num_threads(s.threads)
-    if torch.device(s.device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"recipes: --device {s.device}, but torch sees no CUDA device here; use --device cpu")
-    todo = list(jobs(s))
-    records: list[dict[str, Any]] = []
-    bar = tqdm(todo, desc="runs", disable=quiet, unit="run", position=0)
-    for job in bar:
-        path = folder / "runs" / job.file
-        state = runs.load(path)
-        if state is None or "record" not in state:
-            bar.set_postfix_str(f"{job.dataset} ρ={job.rho} {job.label} seed {job.seed}")
-            state = one(s, job, path, state, quiet)
-        records.append(state["record"])
-    return records
+    runs.set_up(s.device, s.threads)
+    return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
 
 
 @lru_cache(maxsize=4)
@@ -203,7 +190,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         result = clean(
             model, p.train, p.validation, judge=job.judge, solver=job.method, every=job.every, steps=job.steps,
             outer_steps=s.outer_steps, eta=s.eta, batch_size=s.batch_size, workers=s.workers, bf16=s.bf16,
-            hypergrad=bilevel.Reverse(checkpoint=s.checkpoint), lr=s.lr, momentum=s.momentum, influence=s.influence,
+            hypergrad=bilevel.Reverse(memory=s.memory), lr=s.lr, momentum=s.momentum, influence=s.influence,
             warm=s.warm, seed=job.seed, state=state, on_step=keep,
         )  # fmt: skip
         bar.close()

@@ -1,0 +1,119 @@
+"""What the commands of all recipes share: flags, the order of events, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import runs
+from .malloc import keep_memory
+
+GRID = "several, separated by commas, make a grid"
+
+# group -> flag, type (bool: a switch), how help shows the value, what it means (and the default)
+Flags = Mapping[str, Sequence[tuple[str, Any, str | None, str]]]
+
+
+def listing(kind: Callable[[str], Any], known: Sequence[str] | None = None) -> Callable[[str], tuple[Any, ...]]:
+    """An argparse type: values separated by commas, each of them known."""
+
+    def parse(text: str) -> tuple[Any, ...]:
+        values = tuple(kind(part.strip()) for part in text.split(",") if part.strip() and part.strip() != "none")
+        wrong = [v for v in values if known is not None and v not in known]
+        if wrong:
+            raise argparse.ArgumentTypeError(f"no {', '.join(wrong)}; known: {', '.join(known or ())}")
+        return values
+
+    parse.__name__ = f"list of {kind.__name__}"
+    return parse
+
+
+NAMES, NUMBERS, RATES = listing(str), listing(int), listing(float)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as a command.
+
+    paper: what --paper sets. writes: the files that --out gets. hint: what to do when values are not finite.
+    settings: the flags as the recipe's own settings. check: fails on what is wrong before anything is written.
+    fingerprint: what a resumed run must share. run: (settings, folder, quiet) -> records.
+    write: (settings, records, folder, command) -> the table in plain text, and the path of the report.
+    """
+
+    module: str
+    about: str
+    examples: str
+    flags: Flags
+    paper: Mapping[str, Any]
+    writes: str
+    hint: str
+    settings: Callable[[argparse.Namespace], Any]
+    check: Callable[[Any], None]
+    fingerprint: Callable[[Any], dict[str, Any]]
+    run: Callable[[Any, Path, bool], list[dict[str, Any]]]
+    write: Callable[[Any, list[dict[str, Any]], Path, str], tuple[str, Path]]
+
+
+def parser(recipe: Recipe) -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog=f"python -m {recipe.module}",
+        description=recipe.about,
+        epilog=recipe.examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for title, flags in recipe.flags.items():
+        group = p.add_argument_group(title)
+        for name, kind, shown, words in flags:
+            how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": shown}
+            group.add_argument(f"--{name}", default=None, help=words.replace("%", "%%"), **how)
+    p.add_argument("--paper", action="store_true", help=f"the paper's protocol: {_text(recipe.paper)}")
+    out = Path("runs") / recipe.module.rpartition(".")[2]
+    p.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"where to write {recipe.writes} ({out})")
+    p.add_argument("--resume", action="store_true", help="go on with the run in --out, to the same result")
+    p.add_argument("--quiet", action="store_true", help="no progress bars")
+    return p
+
+
+def _text(flags: Mapping[str, Any]) -> str:
+    def value(v: Any) -> str:
+        return "" if v is True else " " + (",".join(map(str, v)) if isinstance(v, tuple) else str(v))
+
+    return " ".join(f"--{k.replace('_', '-')}{value(v)}" for k, v in flags.items())
+
+
+def given(args: argparse.Namespace, fields: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given, over those of --paper if that was."""
+    return {**(paper if args.paper else {}), **{k: v for k, v in vars(args).items() if v is not None and k in fields}}
+
+
+def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    p = parser(recipe)
+    args = p.parse_args(argv)
+    begin = time.perf_counter()
+    keep_memory()
+    try:
+        s = recipe.settings(args)
+        recipe.check(s)  # before anything is written: a wrong path is the commonest mistake
+        runs.open_folder(args.out, recipe.fingerprint(s), args.resume)
+        records = recipe.run(s, args.out, args.quiet)
+    except KeyboardInterrupt:
+        print(f"\nstopped; the same command with --resume goes on from {args.out}", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        hint = recipe.hint if isinstance(error, FloatingPointError) else ""
+        print(f"{p.prog}: error: {error}{hint}", file=sys.stderr)
+        return 2
+    command = shlex.join(["python", "-m", recipe.module, *(a for a in argv if a != "--resume")])
+    table, page = recipe.write(s, records, args.out, command)
+    print(table)
+    print(f"\n{time.perf_counter() - begin:.0f} s; {recipe.writes} are in {args.out}")
+    print(page)
+    return 0

@@ -1,0 +1,100 @@
+"""Tasks drawn from a set of classes: many at once, by index, with no loop over tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sources import Part
+
+Pair = tuple[Tensor, Tensor]
+Batch = tuple[Pair, Pair]  # (support images, labels), (query images, labels); first dimension: the tasks
+
+
+class Images:
+    """The images of some classes on the device; an image turned by 90° · r belongs to a class of its own.
+
+    Item i is image i mod N, turned i div N times; class c is class c mod C of the part, turned c div C times.
+    """
+
+    def __init__(self, part: Part, turns: int = 4, device: str = "cpu", scale: Pair | None = None) -> None:
+        x, y = torch.from_numpy(part.x), torch.from_numpy(part.y)
+        order = y.argsort(stable=True)
+        x = (x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2))[order].contiguous()
+        if turns > 1 and x.shape[-1] != x.shape[-2]:
+            raise ValueError(f"recipes.few_shot: images of {x.shape[-2]} × {x.shape[-1]} can't be turned; use turns=1")
+        self.shape, self.turns, self.device = tuple(x.shape[1:]), turns, torch.device(device)
+        self._x = x.flatten(2).to(device)
+        self._counts = torch.bincount(y).to(device)
+        self._starts = self._counts.cumsum(0) - self._counts
+        pixels = torch.arange(x.shape[-1] * x.shape[-2]).reshape(x.shape[-2:])
+        self._turned = torch.stack([pixels.rot90(r, (0, 1)).flatten() for r in range(turns)]).to(device)
+        # one mean and one deviation for each colour, of the training classes: handed on to the test classes
+        wide = x.double()
+        self.scale = scale or (wide.mean((0, 2, 3)).float(), wide.std((0, 2, 3)).float().clamp_min(1e-6))
+        self._mean, self._std = (v.to(device)[:, None] for v in self.scale)
+
+    @property
+    def classes(self) -> int:
+        return len(self._counts) * self.turns
+
+    @property
+    def items(self) -> int:
+        return len(self._x) * self.turns
+
+    def __getitem__(self, items: Tensor) -> Tensor:
+        """The images of these items, normalised: (*items.shape, channels, height, width)."""
+        flat = items.flatten()
+        turn, row = flat // len(self._x), flat % len(self._x)
+        pixels = self._x[row].gather(2, self._turned[turn][:, None].expand(-1, self.shape[0], -1))
+        return ((pixels - self._mean) / self._std).reshape(*items.shape, *self.shape)
+
+    def draw(self, tasks: int, ways: int, samples: int, generator: torch.Generator) -> Tensor:
+        """Items of random tasks, (tasks, samples, ways): in a task no class and no image comes twice."""
+        if ways > self.classes or samples > int(self._counts.min()):
+            raise ValueError(
+                f"recipes.few_shot: {ways} ways with {samples} images of each class were asked for; there are "
+                f"{self.classes} classes (with their turns), the smallest of {int(self._counts.min())} images"
+            )
+        lot = torch.rand(tasks, self.classes, generator=generator, device=generator.device)
+        chosen = lot.topk(ways).indices.to(self.device)
+        turn, kind = chosen // len(self._counts), chosen % len(self._counts)
+        counts = self._counts[kind]
+        lot = torch.rand(tasks, ways, int(self._counts.max()), generator=generator, device=generator.device)
+        lot = lot.to(self.device).masked_fill(torch.arange(lot.shape[-1], device=self.device) >= counts[..., None], -1)
+        row = self._starts[kind][..., None] + lot.topk(samples).indices
+        return (row + turn[..., None] * len(self._x)).transpose(1, 2).contiguous()
+
+
+class Episodes:
+    """Batches of tasks without end: ((support, labels), (query, labels)), images (tasks, n, C, H, W).
+
+    What comes next depends on the seed and on how many batches were drawn; `state_dict` remembers both.
+    """
+
+    def __init__(self, images: Images, tasks: int, ways: int, shots: int, queries: int, seed: int = 0) -> None:
+        self.images, self.tasks, self.ways, self.shots, self.queries = images, tasks, ways, shots, queries
+        self._generator = torch.Generator().manual_seed(seed)
+        images.draw(1, ways, shots + queries, torch.Generator())  # an impossible request fails here
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        items = self.images.draw(self.tasks, self.ways, self.shots + self.queries, self._generator)
+        x = self.images[items]
+        support, query = x[:, : self.shots].flatten(1, 2), x[:, self.shots :].flatten(1, 2)
+        return (support, self.labels(self.shots)), (query, self.labels(self.queries))
+
+    def labels(self, samples: int) -> Tensor:
+        """0, 1, …, ways − 1 for each of the samples, in each task."""
+        return torch.arange(self.ways, device=self.images.device).repeat(samples).expand(self.tasks, -1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generator.set_state(state["generator"])

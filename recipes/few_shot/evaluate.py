@@ -1,0 +1,113 @@
+"""Accuracy on tasks of classes that were never trained on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import bilevel_plugin as bilevel
+
+from .episodes import Images
+from .train import centre, chunk_size, encode, loss, zero_head
+
+AT_ONCE = 200  # tasks whose heads are adapted together
+
+
+@dataclass(frozen=True)
+class Score:
+    """Mean accuracy over tasks, and half the width of its 95 % interval: 1.96·deviation/√tasks."""
+
+    mean: float
+    interval: float
+
+
+def score(accuracies: Tensor) -> Score:
+    deviation = float(accuracies.std()) if len(accuracies) > 1 else float("nan")
+    return Score(float(accuracies.mean()), 1.96 * deviation / len(accuracies) ** 0.5)
+
+
+def evaluate(
+    encoder: nn.Module,
+    images: Images,
+    ways: int,
+    shots: int,
+    queries: int,
+    *,
+    lr: float,
+    steps: Sequence[int] = (5,),
+    leaky: int = 0,
+    centred: bool = True,
+    episodes: int = 600,
+    batchnorm: str = "running",
+    chunk: int = 220,
+    seed: int = 0,
+) -> dict[str, Score]:
+    """Accuracy on the queries of random tasks: heads adapted on their support sets, and the nearest class mean.
+
+    "k" for each k in steps: after k steps of rate lr on the support set alone. "nearest mean": the class whose mean
+    feature on the support set is nearest. "leaky", if its number of steps is not 0: after so many BiG-SAM steps that
+    see the query labels as well, and are judged by the same; it is no measure of anything a user could do.
+    """
+    items = images.draw(episodes, ways, shots + queries, torch.Generator().manual_seed(seed))
+    f = features(encoder, images, items, batchnorm, chunk)
+    found: dict[str, list[Tensor]] = {}
+    for part in f.split(AT_ONCE):
+        support, query = part[:, :shots].flatten(1, 2), part[:, shots:].flatten(1, 2)
+        nearest = nearest_mean(part[:, :shots].mean(1), query)
+        support, query = centre(support, query) if centred else (support, query)
+        y, y_query = (torch.arange(ways, device=f.device).repeat(n).expand(len(part), -1) for n in (shots, queries))
+        for name, right in {
+            **adapted(support, y, query, y_query, ways, bilevel.GD(lr), steps),
+            "nearest mean": nearest == y_query,
+            **({"leaky": leaks(support, y, query, y_query, ways, lr, leaky)} if leaky else {}),
+        }.items():
+            found.setdefault(name, []).append(right.float().mean(1))
+    return {name: score(torch.cat(parts)) for name, parts in found.items()}
+
+
+@torch.no_grad()
+def features(encoder: nn.Module, images: Images, items: Tensor, batchnorm: str, chunk: int) -> Tensor:
+    """Features of items (tasks, samples, ways), each image encoded once where no other one has a say in it."""
+    task = items[0].numel()
+    size = chunk_size(batchnorm, chunk, task)
+    training = encoder.training
+    if batchnorm == "task":  # a copy: its running statistics will move
+        encoder, once, place = copy.deepcopy(encoder).train(), items.flatten(), None
+    else:
+        once, place = items.unique(return_inverse=True)
+        encoder.eval()
+    f = encode(encoder, (images[part] for part in once.split(size)))
+    encoder.train(training)
+    return f.reshape(*items.shape, -1) if place is None else f[place]
+
+
+def adapted(
+    support: Tensor, y: Tensor, query: Tensor, y_query: Tensor, ways: int, rule: Any, steps: Sequence[int]
+) -> dict[str, Tensor]:
+    """Which queries are right after each of these numbers of steps; steps on g, if there are any, see the queries."""
+    right: dict[str, Tensor] = {}
+    head = zero_head(support.shape[-1], ways).to(support)
+    block = bilevel.inner(head, loss, loss, solver=rule, tasks=len(support), hypergrad=bilevel.Reverse(truncate=1))
+    with block as loop:
+        for k in range(1, max(steps) + 1):
+            loop.step(support, y, outer=(query, y_query))
+            if k in steps:
+                with torch.no_grad():
+                    right[str(k)] = loop(query).argmax(-1) == y_query
+    return right
+
+
+def leaks(support: Tensor, y: Tensor, query: Tensor, y_query: Tensor, ways: int, lr: float, steps: int) -> Tensor:
+    """The same with the paper's schedule, whose steps on g see the labels that are asked for."""
+    rule = bilevel.BiGSAM(lr, lr, bilevel.power(0.25))
+    return adapted(support, y, query, y_query, ways, rule, [steps])[str(steps)]
+
+
+def nearest_mean(means: Tensor, query: Tensor) -> Tensor:
+    """The class of the nearest mean: (tasks, ways, d), (tasks, n, d) -> (tasks, n)."""
+    return torch.cdist(query, means).argmin(-1)

@@ -1,0 +1,225 @@
+"""Data sets of classes to draw few-shot tasks from: classes for training, validation and test, with none in common.
+
+Omniglot and MiniImageNet are read in the forms that people have; no file is unpickled but through `read_pickle`,
+which admits arrays alone.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..data import Array, read_npz
+from ..unpickle import read_pickle
+from ..vision import torchvision
+
+
+@dataclass(frozen=True)
+class Part:
+    """The images of some classes. x: N × H × W or N × H × W × 3, uint8. y: the class of each, from 0."""
+
+    x: Array
+    y: Array
+
+
+@dataclass(frozen=True)
+class Source:
+    """Three parts with different classes ("train", "val", "test"); digits has no val."""
+
+    name: str
+    parts: dict[str, Part]
+    note: str = ""
+
+    def part(self, name: str) -> Part:
+        if name not in self.parts:
+            raise ValueError(f"recipes.few_shot: {self.name} has no split {name!r}; it has {', '.join(self.parts)}")
+        return self.parts[name]
+
+
+@lru_cache(maxsize=2)
+def load(name: str, root: str | None = None, download: bool = False) -> Source:
+    """Read a data set by name."""
+    if name not in SOURCES:
+        raise ValueError(f"recipes.few_shot: no data set {name!r}; one of {', '.join(SOURCES)}")
+    return SOURCES[name](Path(root) if root else Path("data"), download)
+
+
+def _digits(home: Path, download: bool) -> Source:
+    from sklearn.datasets import load_digits
+
+    part: Any = load_digits()
+    x, y = (part.data.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8), part.target.astype(np.int64)
+    # Test classes that no turn takes into one another: 6 and 9 are in different splits, 0, 1 and 8 are for training.
+    return Source("digits", {"train": _choose(x, y, (0, 1, 2, 5, 6, 8)), "test": _choose(x, y, (3, 4, 7, 9))})
+
+
+def _choose(x: Array, y: Array, classes: Iterable[int]) -> Part:
+    """The images of these classes, which are then called 0, 1, …"""
+    rank = np.full(int(y.max()) + 1, -1, np.int64)
+    chosen = np.asarray(list(classes))
+    rank[chosen] = np.arange(len(chosen))
+    keep = rank[y] >= 0
+    return Part(x[keep], rank[y][keep])
+
+
+# --- Omniglot --------------------------------------------------------------------------------------------------
+
+# Vinyals' split, as Snell et al. publish it: of the 1,623 characters, background before evaluation, each sorted by
+# alphabet, the last 423 are for test, and these five alphabets for validation.
+_TEST, _VAL = range(1200, 1623), ((75, 116), (180, 226), (333, 355), (496, 518), (739, 780))
+
+
+def _omniglot(home: Path, download: bool) -> Source:
+    """1,623 characters, 20 drawings of each, at 28 × 28: ROOT/Omniglot.npz, or torchvision's ROOT/omniglot-py."""
+    if (home / "Omniglot.npz").is_file():
+        part = read_npz(home / "Omniglot.npz")
+        bits = np.concatenate([part["background_bits"], part["evaluation_bits"]])
+        ink = np.unpackbits(bits, axis=-1, count=105)
+        y = np.concatenate([part["background_character"], part["evaluation_character"].astype(np.int64) + 964])
+    else:
+        ink, y = _omniglot_folders(home, download)
+    val = {c for begin, end in _VAL for c in range(begin, end)}
+    split = {"train": [c for c in range(1200) if c not in val], "val": sorted(val), "test": list(_TEST)}
+    x = shrink(ink, 28)
+    return Source("Omniglot", {name: _choose(x, y, classes) for name, classes in split.items()})
+
+
+def _omniglot_folders(home: Path, download: bool) -> tuple[Array, Array]:
+    folder = home / "omniglot-py"
+    if download and not folder.is_dir():
+        for background in (True, False):
+            torchvision("datasets").Omniglot(str(home), background=background, download=True)
+    found = [sorted((folder / part).glob("*/character*")) for part in ("images_background", "images_evaluation")]
+    characters = [c for part in found for c in part if c.is_dir()]
+    if len(characters) != 1623:
+        raise FileNotFoundError(
+            f"recipes.few_shot: no Omniglot.npz in {home}, and {len(characters)} of Omniglot's 1623 characters in "
+            f"{folder}; give --data-root, or --download"
+        )
+    drawings = [(file, c) for c, character in enumerate(characters) for file in sorted(character.glob("*.png"))]
+    ink = np.stack([(np.asarray(_picture(file, "L")) < 128).astype(np.uint8) for file, _ in drawings])
+    return ink, np.array([c for _, c in drawings])
+
+
+def shrink(ink: Array, size: int) -> Array:
+    """0/1 images made smaller: each new pixel is the share of its area that is ink, 0 to 255.
+
+    Written as two products with a matrix of overlaps, for all images at once.
+    """
+    old = ink.shape[-1]
+    edge = np.linspace(0, old, size + 1)
+    low, high = np.maximum(edge[:-1, None], np.arange(old)), np.minimum(edge[1:, None], np.arange(1, old + 1))
+    overlap = np.clip(high - low, 0, None).astype(np.float32) * (size / old)
+    small = [np.rint(255 * (overlap @ part.astype(np.float32) @ overlap.T)) for part in np.array_split(ink, 16)]
+    return np.concatenate(small).astype(np.uint8)
+
+
+# --- MiniImageNet ----------------------------------------------------------------------------------------------
+
+_SIZE = 64
+
+
+def _tiny_imagenet(home: Path, download: bool) -> Source:
+    """100 classes of Tiny-ImageNet, 40 images each, split as MiniImageNet is: a stand-in, and never called that."""
+    part = read_npz(home / "MiniImageNet_STANDIN_TinyImageNet64.npz")
+    parts = {s: Part(part[f"x_{s}"], part[f"y_{s}"].astype(np.int64)) for s in ("train", "val", "test")}
+    note = (
+        "Tiny-ImageNet photographs in 64 / 16 / 20 classes of 40: not comparable with published MiniImageNet figures."
+    )
+    return Source("Tiny-ImageNet 64/16/20", parts, note)
+
+
+def _mini_imagenet(home: Path, download: bool) -> Source:
+    """Cached pickles (both usual kinds), or the CSV splits of Ravi & Larochelle beside a folder of images."""
+    if download:
+        raise ValueError("recipes.few_shot: MiniImageNet has no official download; put the files into --data-root")
+    parts: dict[str, Part] = {}
+    for split in ("train", "val", "test"):
+        names = [f"mini-imagenet-cache-{split}.pkl", f"miniImageNet_category_split_{split}.pickle"]
+        if split == "train":
+            names.append("miniImageNet_category_split_train_phase_train.pickle")
+        pickles = [home / name for name in names if (home / name).is_file()]
+        table = home / f"{split}.csv"
+        if pickles:
+            parts[split] = _cached(pickles[0])
+        elif table.is_file():
+            parts[split] = _listed(table)
+        else:
+            raise FileNotFoundError(
+                f"recipes.few_shot: {home} has none of {', '.join(names)}, {table.name}; give --data-root, a folder "
+                "with MiniImageNet's cached pickles, or with train.csv, val.csv, test.csv and images/"
+            )
+    return Source("MiniImageNet", parts)
+
+
+def _cached(path: Path) -> Part:
+    """{image_data, class_dict: name -> rows} (Ren et al.), or {data, labels} (Lee et al.)."""
+    found = read_pickle(path)
+    if isinstance(found, dict) and {"image_data", "class_dict"} <= found.keys():
+        x, y = np.asarray(found["image_data"]), np.full(len(found["image_data"]), -1, np.int64)
+        for c, name in enumerate(sorted(found["class_dict"])):
+            y[np.asarray(found["class_dict"][name])] = c
+    elif isinstance(found, dict) and {"data", "labels"} <= found.keys():
+        x, y = np.asarray(found["data"]), np.unique(np.asarray(found["labels"]), return_inverse=True)[1]
+    else:
+        keys = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
+        raise ValueError(
+            f"recipes.few_shot: {path} holds {keys}; image_data and class_dict, or data and labels, are due"
+        )
+    if x.ndim != 4 or x.dtype != np.uint8 or len(x) != len(y) or (y < 0).any():
+        raise ValueError(
+            f"recipes.few_shot: {path}: images are {x.dtype} {x.shape}, with {len(y)} labels; N × H × W × 3 uint8 and "
+            "a label for each are due"
+        )
+    from PIL import Image
+
+    return Part(np.stack([_resize(Image.fromarray(image)) for image in x]), y)
+
+
+def _listed(table: Path) -> Part:
+    """filename,label in a CSV; the images lie in images/, in a folder of their label, or beside the CSV."""
+    with open(table, newline="", encoding="utf-8") as handle:
+        rows = list(csv.DictReader(handle))
+    if not rows or not {"filename", "label"} <= rows[0].keys():
+        raise ValueError(f"recipes.few_shot: {table} needs a header with filename, label, and at least one row")
+    pictures: list[Array] = []
+    for row in rows:
+        places = [table.parent / folder / row["filename"] for folder in ("images", row["label"], ".")]
+        file = next((p for p in places if p.is_file()), None)
+        if file is None:
+            raise FileNotFoundError(f"recipes.few_shot: {table} names {row['filename']}; none of {places[0]}, "
+                                    f"{places[1]}, {places[2]} exists")  # fmt: skip
+        pictures.append(_resize(_picture(file, "RGB")))
+    return Part(np.stack(pictures), np.unique([row["label"] for row in rows], return_inverse=True)[1])
+
+
+def _picture(file: Path, mode: str) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(file) as image:
+            return image.convert(mode)
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"recipes.few_shot: {file} is not a readable image ({error})") from error
+
+
+def _resize(picture: Any) -> Array:
+    from PIL import Image
+
+    return np.asarray(
+        picture if picture.size == (_SIZE, _SIZE) else picture.resize((_SIZE, _SIZE), Image.Resampling.LANCZOS)
+    )
+
+
+SOURCES: dict[str, Callable[[Path, bool], Source]] = {
+    "digits": _digits,
+    "omniglot": _omniglot,
+    "mini-imagenet": _mini_imagenet,
+    "tiny-imagenet": _tiny_imagenet,
+}

@@ -1,0 +1,253 @@
+"""The grid of runs behind the command: data × encoder × ways × shots × method × K × rate × seed, each resumable."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from .. import runs
+from ..models import build_encoder
+from . import sources
+from .episodes import Episodes, Images
+from .evaluate import evaluate
+from .train import meta_train
+
+UNTRAINED = "untrained"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that the figures depend on; the flags of the command, one to one."""
+
+    dataset: tuple[str, ...] = ("digits",)
+    data_root: str | None = None
+    download: bool = False
+    turns: int = 4
+    ways: tuple[int, ...] = (5,)
+    shots: tuple[int, ...] = (1,)
+    queries: int = 10
+    model: tuple[str, ...] = ("conv4",)
+    solvers: tuple[str, ...] = ("bigsam",)
+    steps: tuple[int, ...] = (5,)
+    every: tuple[int, ...] = (1,)
+    lr: tuple[float, ...] = (0.4,)
+    s: float | None = None
+    tasks: int = 0  # 0: as many as have about `images` images
+    images: int = 880
+    outer_steps: int = 300
+    eta: float = 2e-3
+    no_decay: bool = False
+    no_centre: bool = False
+    batchnorm: str = "running"
+    chunk: int = 220
+    also: tuple[str, ...] = ()  # other tasks to test an encoder on: "5x1" is 5-way 1-shot
+    test_on: str = "test"
+    test_steps: tuple[int, ...] = (1, 5, 10, 20, 50)
+    test_episodes: int = 1000
+    curve_points: int = 10
+    curve_episodes: int = 200
+    baselines: tuple[str, ...] = ()
+    seeds: int = 1
+    save_every: int = 50
+    device: str = "cpu"
+    bf16: bool = False
+    threads: int | None = None
+
+
+def fingerprint(s: Settings) -> dict[str, Any]:
+    """What a resumed run must share with the one it goes on with."""
+    return {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "save_every")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of the grid."""
+
+    dataset: str
+    model: str
+    ways: int
+    shots: int
+    method: str
+    steps: int
+    every: int
+    lr: float
+    seed: int
+
+    @property
+    def label(self) -> str:
+        """How tables and plots call the method."""
+        extra = [f"every {self.every}"] if self.every > 1 else []
+        return f"{self.method} ({', '.join([f'K={self.steps}', f't={self.lr:g}', *extra])})"
+
+    @property
+    def title(self) -> str:
+        return f"{self.dataset} {self.ways}-way {self.shots}-shot {self.label} seed {self.seed}"
+
+    @property
+    def file(self) -> str:
+        return runs.file_name(self)
+
+
+CELL = ("dataset", "model", "ways", "shots")
+
+
+def jobs(s: Settings) -> Iterator[Job]:
+    """All runs, cell by cell, seed by seed, so that an interrupted study has whole cells."""
+    for cell in itertools.product(s.dataset, s.model, s.ways, s.shots):
+        for seed in range(s.seeds):
+            for steps, lr, method in itertools.product(s.steps, s.lr, (*s.baselines, *s.solvers)):
+                # only a solver with steps on g can take them every E-th time
+                for every in s.every if method not in ("gd", UNTRAINED) else (1,):
+                    yield Job(*cell, method, steps, every, lr, seed)
+
+
+def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
+    """Run what is not done yet, and return the record of every run."""
+    runs.set_up(s.device, s.threads)
+    return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
+
+
+@lru_cache(maxsize=2)
+def images(name: str, root: str | None, download: bool, turns: int, device: str, part: str) -> Images:
+    """The classes of a split, normalised with mean and deviation of the training classes."""
+    source = sources.load(name, root, download)
+    scale = None if part == "train" else images(name, root, download, turns, device, "train").scale
+    return Images(source.part(part), turns, device, scale)
+
+
+def check(s: Settings) -> None:
+    """Fail now on data that are not there, and on tasks that they can't give."""
+    for name in ("turns", "queries", "images", "outer_steps", "chunk", "test_episodes", "curve_points", "save_every"):
+        if getattr(s, name) < 1:
+            raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
+    trained = list(itertools.product(s.ways, s.shots))
+    for name in s.dataset:
+        for part, cells in (("train", trained), (s.test_on, [*trained, *map(cells_of, s.also)])):
+            for ways, shots in cells:
+                _images(s, name, part).draw(1, ways, shots + s.queries, torch.Generator())
+
+
+def _images(s: Settings, dataset: str, part: str) -> Images:
+    return images(dataset, s.data_root, s.download, s.turns, s.device, part)
+
+
+def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
+    """One run: train the encoder, then measure it on tasks of new classes."""
+    train, test = _images(s, job.dataset, "train"), _images(s, job.dataset, s.test_on)
+    encoder = build_encoder(job.model, train.shape, job.seed).to(s.device)
+    episodes = Episodes(train, tasks(s, job), job.ways, job.shots, s.queries, job.seed)
+    common = {"centred": not s.no_centre, "batchnorm": s.batchnorm, "chunk": s.chunk}
+
+    def test_now(encoder: nn.Module, ways: int, shots: int, **options: Any) -> dict[str, Any]:
+        # the mean over n times as many classes has n times less gradient for each: t goes with the ways
+        lr = job.lr * ways / job.ways
+        found = evaluate(encoder, test, ways, shots, s.queries, lr=lr, **options, **common)
+        return {name: asdict(score) for name, score in found.items()}
+
+    if job.method == UNTRAINED:
+        trained, record = settle(encoder, episodes, s.chunk), {"seconds": 0.0, "history": []}
+    else:
+        done = 0 if state is None else state["step"]
+        bar = tqdm(total=s.outer_steps, initial=done, desc=job.label, disable=quiet, position=1, leave=False)
+        stops = {round(s.outer_steps * i / s.curve_points) for i in range(1, s.curve_points + 1)}
+
+        def keep(now: Any) -> None:
+            if now.step in stops:
+                quick = {"episodes": s.curve_episodes, "steps": (job.steps,)}
+                found = test_now(now.encoder, job.ways, job.shots, **quick)[str(job.steps)]
+                now.history.append({"step": now.step, "seconds": now.seconds, **found})
+                bar.set_postfix_str(f"accuracy {found['mean']:.1%}")
+            if now.step in stops or now.step % s.save_every == 0:
+                runs.save(path, now.state())
+            bar.update()
+
+        result = meta_train(
+            encoder, episodes, ways=job.ways, solver=job.method, steps=job.steps, s=s.s, every=job.every,
+            lr=job.lr, outer_steps=s.outer_steps, eta=s.eta, decay=not s.no_decay, bf16=s.bf16, seed=job.seed,
+            state=state, on_step=keep, **common,
+        )  # fmt: skip
+        bar.close()
+        trained, record = result.encoder, {"seconds": result.seconds, "history": result.history}
+    steps = tuple(sorted({*s.test_steps, job.steps}))
+    whole: dict[str, Any] = {
+        "episodes": s.test_episodes,
+        "steps": steps,
+        "leaky": job.steps,
+        "seed": 1,
+    }  # not the curve's
+    record |= {**asdict(job), "label": job.label, "scores": test_now(trained, job.ways, job.shots, **whole)}
+    others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
+    record["also"] = {cell: test_now(trained, *cells_of(cell), **whole) for cell in others}
+    record["tasks"] = episodes.tasks
+    state = {"record": record, "encoder": trained.state_dict()}
+    runs.save(path, state)
+    return state
+
+
+def cells_of(text: str) -> tuple[int, int]:
+    """Ways and shots of "5x1"."""
+    ways, _, shots = text.partition("x")
+    if not (ways.isdigit() and shots.isdigit()):
+        raise ValueError(f"recipes.few_shot: --also takes WAYSxSHOTS, as in 5x1,20x5; got {text!r}")
+    return int(ways), int(shots)
+
+
+def tasks(s: Settings, job: Job) -> int:
+    """Tasks in a meta-batch: cells with larger tasks get fewer of them, for the same work."""
+    return s.tasks or max(1, round(s.images / (job.ways * (job.shots + s.queries))))
+
+
+def settle(encoder: nn.Module, episodes: Episodes, chunk: int, batches: int = 20) -> nn.Module:
+    """The encoder as it is, with BatchNorm's running statistics of the training classes: an honest untrained one."""
+    encoder.train()
+    with torch.no_grad():
+        for _ in range(batches):
+            (x, _), _ = next(episodes)
+            for part in x.flatten(0, 1).split(chunk):
+                encoder(part)
+    return encoder.eval()
+
+
+def elsewhere(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record for each test of an encoder on other tasks than it was trained on, under a label that says so."""
+    found: list[dict[str, Any]] = []
+    for r in records:
+        how = "t of" if r["method"] == UNTRAINED else "trained"
+        for cell, scores in r["also"].items():
+            ways, shots = cells_of(cell)
+            label = f"{r['label']}, {how} {r['ways']}-way {r['shots']}-shot"
+            found.append({**r, "ways": ways, "shots": shots, "scores": scores, "label": label})
+    return found
+
+
+def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each cell and method: the mean over seeds of each score, with an interval.
+
+    interval: that of the tasks for one seed, 1.96·deviation/√seeds of the means for several.
+    """
+    rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for r in [*records, *elsewhere(records)]:
+        rows.setdefault((*(r[k] for k in CELL), r["label"]), []).append(r)
+    out: list[dict[str, Any]] = []
+    for group in rows.values():
+        first = group[0]
+        row: dict[str, Any] = {k: first[k] for k in (*CELL, "label", "method", "steps", "every", "lr")}
+        row |= {"seeds": len(group), "seconds": float(np.mean([r["seconds"] for r in group])), "scores": {}}
+        for name, score in first["scores"].items():
+            means = [r["scores"][name]["mean"] for r in group]
+            spread = score["interval"]
+            if len(group) > 1:
+                spread = 1.96 * float(np.std(means, ddof=1)) / math.sqrt(len(group))
+            row["scores"][name] = {"mean": float(np.mean(means)), "interval": spread}
+        out.append(row)
+    return out

@@ -1,0 +1,227 @@
+"""Learn an encoder under which a linear head tells new classes apart from a few images of each.
+
+The outer variable λ is the encoder, shared by all tasks; the inner variable w_i is the head of task i, from zero.
+
+    inner loss   h(w_i, λ) = cross-entropy of head w_i on the support set of task i, encoded by λ
+    outer loss   g(w_i, λ) = the same on its query set
+
+A new task has no query labels: at test time a head is adapted with steps on h alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bilevel_plugin as bilevel
+
+from ..models import autocast
+from .episodes import Batch, Pair
+
+Rule = Any  # a solver of bilevel_plugin
+
+
+@dataclass(frozen=True)
+class Method:
+    """How heads are adapted in meta-training.
+
+    rule: (t, s, every, progress) -> solver; progress is the share of meta-training that is done.
+    split: steps on g see one half of the queries of each class, and the outer loss is taken on the other half.
+    """
+
+    rule: Callable[[float, float, int, float], Rule]
+    split: bool = False
+
+
+def annealed(progress: float, until: float = 0.5) -> Callable[[int], float]:
+    """α_k = 1 − (1 − k^−0.25)·(1 − progress/until): the paper's schedule at first, plain descent from `until` on."""
+    weight = max(0.0, 1 - progress / until)
+    return lambda k: 1 - weight * (1 - k**-0.25)
+
+
+def _bigsam(alpha: Callable[[float], Callable[[int], float]], split: bool = False) -> Method:
+    return Method(lambda t, s, every, progress: bilevel.BiGSAM(t, s, alpha(progress), every), split)
+
+
+SOLVERS: dict[str, Method] = {
+    "gd": Method(lambda t, s, every, progress: bilevel.GD(t)),
+    "bigsam": _bigsam(annealed),
+    "bigsam-paper": _bigsam(lambda progress: bilevel.power(0.25)),
+    "bigsam-convergent": _bigsam(lambda progress: bilevel.convergent()),
+    "bigsam-split": _bigsam(annealed, split=True),
+    "bigsam-paper-split": _bigsam(lambda progress: bilevel.power(0.25), split=True),
+    "bigsam-convergent-split": _bigsam(lambda progress: bilevel.convergent(), split=True),
+}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where meta-training stands after an outer step. state(): all it takes to go on from here."""
+
+    step: int
+    seconds: float
+    encoder: nn.Module
+    history: list[dict[str, Any]]
+    state: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The trained encoder, the history that `on_step` wrote, and the seconds of training (evaluation not counted)."""
+
+    encoder: nn.Module
+    history: list[dict[str, Any]]
+    seconds: float
+
+
+def meta_train(
+    encoder: nn.Module,
+    episodes: Iterable[Batch],
+    *,
+    ways: int,
+    solver: str | Rule = "bigsam",
+    steps: int = 5,
+    lr: float = 0.4,
+    s: float | None = None,
+    every: int = 1,
+    outer_steps: int = 1000,
+    eta: float = 2e-3,
+    decay: bool = True,
+    centred: bool = True,
+    batchnorm: str = "running",
+    chunk: int = 220,
+    hypergrad: Any = "unroll",
+    bf16: bool = False,
+    seed: int = 0,
+    state: dict[str, Any] | None = None,
+    on_step: Callable[[Moment], None] | None = None,
+) -> Result:
+    """Train a copy of the encoder: one Adam step for each batch of tasks.
+
+    episodes: batches ((support, labels), (query, labels)), each tensor with the tasks as first dimension: `Episodes`,
+        or any other iterator. If it has state_dict and load_state_dict, its place in the sequence is part of `state`.
+    ways: classes in a task. solver: a name of SOLVERS, or a solver object that has its rates.
+    steps: inner steps K. lr: their rate t on h. s: their rate on g (t). every: a step on g every E-th time.
+    eta: Adam's rate; decay: let it fall to 0 over the training, along half a cosine.
+    centred: heads see features less their mean, see `centre`. batchnorm, chunk: see `encode`.
+    hypergrad: heads are small, so that their K graphs cost less than a second run of the steps.
+    bf16: autocast of the encoder. seed: of what the encoder draws (dropout).
+    state, on_step: on_step gets a Moment after each outer step; give its state() back as state to go on from there.
+    """
+    method = SOLVERS.get(solver) if isinstance(solver, str) else None
+    if isinstance(solver, str) and method is None:
+        raise ValueError(f"recipes.few_shot: no solver {solver!r}; one of {', '.join(SOLVERS)}, or an object")
+    encoder = copy.deepcopy(encoder).train()
+    adam = torch.optim.Adam(encoder.parameters(), eta)
+    history, done, spent = list[dict[str, Any]](), 0, 0.0
+    if state is not None:
+        encoder.load_state_dict(state["encoder"])
+        adam.load_state_dict(state["adam"])
+        history, done, spent = [dict(row) for row in state["history"]], state["step"], state["seconds"]
+        if "episodes" in state:
+            episodes.load_state_dict(state["episodes"])  # type: ignore[attr-defined]
+
+    def outer_step(batch: Batch, progress: float) -> None:
+        (x, y), (x_query, y_query) = batch
+        with autocast(x.device, bf16):
+            f, f_query = encode_task(encoder, x, x_query, batchnorm, chunk)
+        f, f_query = centre(f, f_query) if centred else (f, f_query)
+        rule = solver if method is None else method.rule(lr, lr if s is None else s, every, progress)
+        seen, judged = halves(f_query, y_query) if method and method.split else ((f_query, y_query),) * 2
+        head = zero_head(f.shape[-1], ways).to(f)
+        adam.zero_grad()
+        with bilevel.inner(head, loss, loss, solver=rule, tasks=len(x), hypergrad=hypergrad) as loop:
+            loop.run(steps, f, y, outer=seen)
+            loop.backward(outer=judged)  # through all heads, then once through the encoder
+        for group in adam.param_groups:
+            group["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * progress) if decay else 1.0)
+        adam.step()
+
+    source = iter(episodes)
+    for step in range(done, outer_steps):
+        begin = time.perf_counter()
+        with torch.random.fork_rng(_cuda(encoder)):
+            torch.manual_seed(1_000_003 * seed + step)  # so that a resumed run draws the same
+            outer_step(next(source), step / outer_steps)
+        spent += time.perf_counter() - begin
+        if on_step is not None:
+
+            def now(step: int = step, spent: float = spent) -> dict[str, Any]:
+                place = {"episodes": episodes.state_dict()} if hasattr(episodes, "state_dict") else {}  # type: ignore
+                parts = {"encoder": encoder.state_dict(), "adam": adam.state_dict(), **place}
+                return {"step": step + 1, "seconds": spent, "history": history, **parts}
+
+            on_step(Moment(step + 1, spent, encoder, history, now))
+    return Result(encoder.eval(), history, spent)
+
+
+def loss(head: nn.Module, f: Tensor, y: Tensor) -> Tensor:
+    """h, on the features of a support set, and g, on those of a query set."""
+    return F.cross_entropy(head(f), y)
+
+
+def zero_head(features: int, ways: int) -> nn.Module:
+    """A linear layer that prefers no class: the first step on h is along the class means of the support set."""
+    head = nn.Linear(features, ways)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def halves(f: Tensor, y: Tensor) -> tuple[Pair, Pair]:
+    """Two halves of the queries, each with about half of every class, whatever their order."""
+    order = y.argsort(dim=1, stable=True)
+    parts = [order[:, begin::2] for begin in (0, 1)]
+    first, second = ((f.gather(1, i[..., None].expand(-1, -1, f.shape[-1])), y.gather(1, i)) for i in parts)
+    return first, second
+
+
+def centre(f: Tensor, f_query: Tensor) -> tuple[Tensor, Tensor]:
+    """Features less their mean over the support set of the task.
+
+    Behind a ReLU all features share a large mean. The curvature of h along it is far above that between the classes,
+    and it alone would say how large t can be.
+    """
+    mean = f.mean(1, keepdim=True)
+    return f - mean, f_query - mean
+
+
+def encode_task(
+    encoder: nn.Module, x: Tensor, x_query: Tensor, batchnorm: str = "running", chunk: int = 220
+) -> tuple[Tensor, Tensor]:
+    """Features (tasks, n, d) of the support and query images of all tasks, with their graph."""
+    both = torch.cat([x, x_query], 1)
+    f = encode(encoder, both.flatten(0, 1).split(chunk_size(batchnorm, chunk, both.shape[1])))
+    f = f.reshape(*both.shape[:2], -1)
+    return f[:, : x.shape[1]], f[:, x.shape[1] :]
+
+
+def encode(encoder: nn.Module, chunks: Iterable[Tensor]) -> Tensor:
+    """Features of many images, chunk by chunk.
+
+    On a CPU the buffers of a large batch cost more in page faults than in arithmetic, so that chunks are faster. They
+    are also what BatchNorm sees. batchnorm="running": statistics of a chunk in training, the running ones at test time,
+    where what is said of an image does not depend on the others. "task": those of the task's own images, support and
+    query together, in training and at test time; what is said of a query then draws on all (transductive, as in MAML).
+    """
+    f = torch.cat([encoder(x).flatten(1) for x in chunks])
+    return f.float() if f.dtype == torch.bfloat16 else f  # heads are adapted in full precision
+
+
+def chunk_size(batchnorm: str, chunk: int, task: int) -> int:
+    """Images in one pass of the encoder; task: images in a task."""
+    if batchnorm not in ("running", "task"):
+        raise ValueError(f"recipes.few_shot: batchnorm is 'running' or 'task'; got {batchnorm!r}")
+    return task if batchnorm == "task" else chunk
+
+
+def _cuda(encoder: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in encoder.parameters() if p.is_cuda}, key=str)

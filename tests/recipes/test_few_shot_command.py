@@ -1,0 +1,186 @@
+"""The few-shot command, end to end: files, resume after kill -9, errors; its cost; the task source of the docs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from recipes import runs
+from recipes.data_cleaning.__main__ import FLAGS as CLEANING_FLAGS
+from recipes.few_shot import cost
+from recipes.few_shot.__main__ import main, parser, settings
+from recipes.few_shot.study import Settings, fingerprint, jobs, run, summary
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["--tasks", "3", "--outer-steps", "4", "--queries", "4", "--steps", "3", "--test-episodes", "20"]
+SMALL += ["--curve-points", "2", "--curve-episodes", "10", "--test-steps", "1,6", "--quiet", "--threads", "1"]
+
+
+def test_a_study_leaves_everything_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    grid = ["--solvers", "gd,bigsam", "--ways", "3,5", "--every", "1,2", "--seeds", "2", "--also", "3x1,4x2"]
+    assert main([*SMALL, *grid, "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == str(out / "report.html")
+    assert "bigsam (K=3, t=0.4, every 2)" in printed
+    assert "digits, conv4, 5-way 1-shot" in printed
+
+    results = json.loads((out / "results.json").read_text())
+    assert len(results["runs"]) == 2 * 2 * (1 + 1 + 2)
+    assert len(results["table"]) == (2 + 1 + 2) * (1 + 1 + 2)  # two cells, and 3x1 from 5x1, 4x2 from both
+    assert "gd (K=3, t=0.4), trained 5-way 1-shot" in printed
+    assert set(results["runs"][0]["scores"]) == {"1", "3", "6", "nearest mean", "leaky"}
+    row = next(r for r in results["table"] if r["method"] == "gd" and r["ways"] == 5)
+    both = [r["scores"]["3"]["mean"] for r in results["runs"] if r["method"] == "gd" and r["ways"] == 5]
+    assert row["scores"]["3"]["mean"] == pytest.approx(sum(both) / 2)
+    assert row["scores"]["3"]["interval"] == pytest.approx(1.96 * abs(both[0] - both[1]) / 2)
+    assert f"{100 * row['scores']['3']['mean']:.2f} ± " in (out / "table.md").read_text()
+
+    with open(out / "curves.csv", newline="") as handle:
+        curves = list(csv.DictReader(handle))
+    assert [int(c["step"]) for c in curves] == [2, 4] * 12
+    page = (out / "report.html").read_text()
+    assert page.count("<img") == 2 + 3 * 3  # curves; support and two queries of three classes
+    assert not re.search(r'(src|href)="(?!data:)', page)
+    for name in ("accuracy_by_step", "accuracy_by_time"):
+        assert (out / f"{name}.png").stat().st_size > 5000
+        assert (out / f"{name}.svg").read_text().count("<path") > 5
+
+
+def test_kill_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
+    command = [*SMALL, "--outer-steps", "40", "--save-every", "3", "--baselines", "none", "--solvers", "bigsam"]
+    chosen = settings(parser().parse_args(command))
+    runs.open_folder(tmp_path / "whole", fingerprint(chosen), resume=False)
+    run(chosen, tmp_path / "whole", quiet=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "recipes.few_shot", *command, "--out", str(tmp_path / "killed")], cwd=ROOT
+    )
+    folder = tmp_path / "killed" / "runs"
+    end = time.monotonic() + 60
+    while not list(folder.glob("[!.]*.pt")) and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.03)  # into the middle of a later outer step
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    (file,) = folder.glob("[!.]*.pt")
+    found = runs.load(file)
+    assert found is not None
+    assert "record" not in found, "the run ended before it was killed: the test shows nothing"
+    assert 3 <= found["step"] < 36
+    run(chosen, tmp_path / "killed", quiet=True)
+    whole, resumed = (runs.load(tmp_path / name / "runs" / file.name) for name in ("whole", "killed"))
+    assert whole is not None
+    assert resumed is not None
+    assert all(torch.equal(v, resumed["encoder"][k]) for k, v in whole["encoder"].items())
+    assert whole["record"]["scores"] == resumed["record"]["scores"]
+    assert [h["mean"] for h in whole["record"]["history"]] == [h["mean"] for h in resumed["record"]["history"]]
+
+
+def test_other_settings_are_not_resumed_and_a_finished_run_is_not_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*SMALL, "--baselines", "none", "--out", str(tmp_path)]
+    assert main(command) == 0
+    before = json.loads((tmp_path / "results.json").read_text())["runs"]
+    assert main(command) == 2
+    assert "pass --resume" in capsys.readouterr().err
+    assert main([*command, "--resume", "--lr", "0.2"]) == 2
+    assert "lr: [0.4] then, [0.2] now" in capsys.readouterr().err
+    assert main([*command, "--resume", "--save-every", "7"]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["runs"] == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--ways", "25"], "25 ways with 11 images of each class were asked for; there are 24 classes"),
+        (["--ways", "17"], "there are 16 classes"),
+        (["--shots", "200"], "the smallest of 174 images"),
+        (["--dataset", "omniglot", "--data-root", "nowhere"], "--download"),
+        (["--also", "5-1"], "WAYSxSHOTS"),
+        (["--test-on", "val"], "has no split 'val'"),
+        (["--batchnorm", "batch", *SMALL], "'running' or 'task'"),
+        (["--images", "0"], "--images must be at least 1"),
+        (["--eta", "1e30", *SMALL], "a smaller --lr or --eta"),
+    ],
+)
+def test_mistakes_get_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert main([*flags, "--out", str(tmp_path / "out"), "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("flags", [["--solvers", "sgd"], ["--model", "vit"], ["--dataset", "mnist"]])
+def test_unknown_names_list_the_known(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(flags)
+    assert "known:" in capsys.readouterr().err
+
+
+def test_help_explains_each_flag_and_each_setting_has_one() -> None:
+    actions = [a for a in parser()._actions if a.option_strings]
+    assert all(a.help for a in actions)
+    assert set(Settings.__dataclass_fields__) <= {a.dest for a in actions}
+    assert "--solvers gd,bigsam-paper --lr 0.01 --s 0.01 --eta 0.001 --no-decay --no-centre" in " ".join(
+        parser().format_help().split()
+    )
+    shared = {flag for group in CLEANING_FLAGS.values() for flag, *_ in group}
+    assert {"dataset", "data-root", "solvers", "steps", "every", "seeds", "threads"} <= shared
+
+
+def test_paper_sets_the_papers_rates_and_flags_go_over_it() -> None:
+    paper = settings(parser().parse_args(["--paper", "--eta", "0.01"]))
+    assert (paper.lr, paper.s, paper.eta, paper.no_decay) == ((0.01,), 0.01, 0.01, True)
+
+
+def test_jobs_do_not_collide_and_every_says_nothing_about_gd() -> None:
+    grid = list(
+        jobs(Settings(solvers=("gd", "bigsam"), every=(1, 5), lr=(0.1, 0.2), seeds=2, baselines=("untrained",)))
+    )
+    assert sum(j.method == "gd" for j in grid) == 4
+    assert len({j.file for j in grid}) == len(grid) == 2 * 2 * (1 + 1 + 2)
+
+
+def test_the_interval_of_one_seed_is_that_of_its_tasks() -> None:
+    record: dict[str, Any] = {"dataset": "d", "model": "m", "ways": 5, "shots": 1, "label": "gd", "method": "gd",
+                              "steps": 5, "every": 1, "lr": 0.1, "seconds": 1.0, "also": {},
+                              "scores": {"5": {"mean": 0.5, "interval": 0.1}}}  # fmt: skip
+    assert summary([record])[0]["scores"]["5"] == {"mean": 0.5, "interval": 0.1}
+
+
+@pytest.mark.parametrize("solver", ["gd", "bigsam"])
+def test_cost_compares_equal_gradients(solver: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("higher")
+    flags = ["--dataset", "digits", "--solver", solver, "--tasks", "3", "--repeats", "2", "--queries", "3"]
+    assert cost.main(flags) == 0
+    printed = capsys.readouterr().out
+    found = re.findall(r"same gradient as .*: relative difference (\S+)", printed)
+    assert len(found) == (2 if solver == "gd" else 1)
+    assert all(float(value) < 1e-4 for value in found)
+    assert "the recipe's outer step" in printed
+
+
+def test_the_example_in_the_docs_runs() -> None:
+    """docs/few_shot.md: a task source of another library as an iterator of batches."""
+    text = (ROOT / "docs/few_shot.md").read_text()
+    blocks = re.findall(r"<!-- run by tests -->\n```python\n(.*?)```", text, re.S)
+    assert len(blocks) == 2
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    assert names["result"].encoder is not None
+    assert 0.2 < names["found"]["5"].mean <= 1
