@@ -6,6 +6,7 @@ state and at once (`multiprocessing`'s forkserver).
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 import multiprocessing
@@ -128,15 +129,22 @@ def _status(key: str) -> int:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operators that reach the backend."""
+    """Counts the operators that reach the backend, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.by_name = collections.Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.by_name[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+    @property
+    def count(self) -> int:
+        return self.by_name.total()
+
+    def of(self, *names: str) -> int:
+        return sum(self.by_name[name] for name in names)
 
 
 def _live(run: Run, count: bool) -> Result:

@@ -46,11 +46,15 @@ class Binding:
             for name, t in holder.items()
             if id(t) in tensors
         ]
-        self.key: tuple[object, ...] = tuple((id(holder), name, n) for holder, name, n in self._places)
         held = (*model.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in self.modules)
         self._weight_norm = any(type(m).__name__ == "_WeightNorm" for m in self.modules)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tells whether another binding does the same."""
+        return tuple((id(holder), name, n) for holder, name, n in self._places)
 
     def start(self) -> State:
         """w_0, still attached to the model's parameters."""

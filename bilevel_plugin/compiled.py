@@ -17,6 +17,7 @@ from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
 from .binding import Binding, Loss, State
+from .hypergrad.base import as_leaves
 from .step import Phi, Traced
 from .updates import plain
 
@@ -42,12 +43,12 @@ class _Functions:
             return dict(zip(w, grads, strict=True)), values, buffers
 
         def step(z: State, rates: list[Tensor], buffers: State, batches: list[Any]) -> Any:
-            d, values, buffers = direction(leaves(z), rates, buffers, batches, False)
+            d, values, buffers = direction(as_leaves(z), rates, buffers, batches, False)
             to = {n: x if d[n] is None else x - d[n].detach() for n, x in z.items()}
             return to, [value.detach() for value in values], {n: b.detach() for n, b in buffers.items()}
 
         def pull(z: State, a: State, rates: list[Tensor], buffers: State, batches: list[Any], wanted: Any) -> Any:
-            w = leaves(z)
+            w = as_leaves(z)
             d, _, _ = direction(w, rates, buffers, batches, True)
             to = [w[n] if d[n] is None else w[n] - d[n] for n in a]
             return torch.autograd.grad(to, [*w.values(), *wanted], list(a.values()), allow_unused=True)
@@ -76,10 +77,6 @@ class _Functions:
             return self._pull({n: x.detach() for n, x in z.items()}, *args)
 
 
-def leaves(z: State) -> State:
-    return {n: x.detach().requires_grad_() for n, x in z.items()}
-
-
 class Compiler:
     """What the steps of one loop share: which kinds of steps were seen, and whether to go on compiling."""
 
@@ -102,12 +99,10 @@ class CompiledPhi(Phi):
         super().__init__(*args)
         self._compiler = compiler
         like = next(iter(self._binding.parameters.values()))
-        parts = [
-            (*loss, torch.as_tensor(c, dtype=like.dtype, device=like.device))
-            for loss, c in zip(self._losses, self._rule.weights(self.k), strict=True)
-            if isinstance(c, Tensor) or c != 0
-        ]
-        self._names, self._used, self._batches, self._rates = map(list, zip(*parts, strict=True) if parts else [()] * 4)
+        parts = [(*loss, torch.as_tensor(c, dtype=like.dtype, device=like.device)) for *loss, c in self._used()]
+        self._names, self._functions, self._batches, self._rates = map(
+            list, zip(*parts, strict=True) if parts else [()] * 4
+        )
         self._eager = True
 
     def __call__(self, z: State, *, graph: bool) -> Traced:
@@ -136,7 +131,7 @@ class CompiledPhi(Phi):
         if not self._eager:
             try:
                 with self._binding.twice_differentiable():
-                    to, values, buffers, seen = self.functions().step(z, self._rates, self._buffers, self._batches)
+                    to, values, buffers, seen = self.compiled().step(z, self._rates, self._buffers, self._batches)
                 if first:
                     self._note(values, buffers, seen, z)
                 return Traced(z, to, self.cut, self.leaves)
@@ -161,19 +156,19 @@ class CompiledPhi(Phi):
         if not self._compiler.off:
             self._compiler.give_up(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
 
-    def functions(self) -> _Functions:
-        key = self._binding.key, *self._used
+    def compiled(self) -> _Functions:
+        key = self._binding.key, *self._functions
         if key not in _CACHE:
             if len(_CACHE) >= _MOST:
                 del _CACHE[next(iter(_CACHE))]
-            _CACHE[key] = _Functions(self._binding, self._used)
+            _CACHE[key] = _Functions(self._binding, self._functions)
         return _CACHE[key]
 
     def pull(self, z: State, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         assert self.conditions is not None
         with self.conditions.again(), self._binding.twice_differentiable():
             try:
-                return self.functions().pull(z, a, self._rates, self._buffers, self._batches, list(wanted))
+                return self.compiled().pull(z, a, self._rates, self._buffers, self._batches, list(wanted))
             except TorchDynamoException as error:
                 self.go_eager(error)
                 return super()._run(z, graph=True, first=False).pull(a, wanted)

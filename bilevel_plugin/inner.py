@@ -15,6 +15,7 @@ from . import solvers
 from .binding import Binding, Loss, State, full_precision, scalar
 from .hypergrad import Engine
 from .hypergrad.base import finite
+from .hypergrad.plan import Plan
 from .solvers import Rate, StepRule
 from .step import Gradients, Pairs, Traced, Watch, cut_batch, disconnected, walk
 from .tasks import TaskBinding
@@ -201,7 +202,7 @@ class Loop:
         return self._k
 
     @property
-    def plan(self) -> object:
+    def plan(self) -> Plan | None:
         """What Reverse() keeps of the loop so far and which steps it will run again; None for other engines."""
         self._check_open()
         return self._tape.plan()

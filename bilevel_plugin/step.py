@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .binding import Binding, Conditions, Loss, State, full_precision, map_tensors, tensors_of
-from .solvers import StepRule
+from .solvers import StepRule, Value
 from .updates import Step
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -153,6 +153,11 @@ class Phi:
         self.conditions = conditions
         return traced
 
+    def _used(self) -> list[tuple[str, Loss, tuple[Any, ...], Value]]:
+        """The losses that have a weight in this step, with it."""
+        weights = self._rule.weights(self.k)
+        return [(*loss, c) for loss, c in zip(self._losses, weights, strict=True) if isinstance(c, Tensor) or c != 0]
+
     @property
     def kind(self) -> object:
         """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
@@ -168,9 +173,7 @@ class Phi:
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         weighted: list[Tensor] = []
         with torch.enable_grad(), self._binding.twice_differentiable():
-            for (name, loss, batch), c in zip(self._losses, self._rule.weights(self.k), strict=True):
-                if not isinstance(c, Tensor) and c == 0:
-                    continue
+            for name, loss, batch, c in self._used():
                 value, buffers = self._binding.loss(name, loss, w, buffers, batch)
                 weighted.append(c * value)
                 if first:

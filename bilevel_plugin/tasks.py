@@ -24,8 +24,11 @@ class TaskBinding(Binding):
             raise ValueError(f"bilevel.inner: tasks must be at least 1, got {tasks}.")
         super().__init__(model, optimizer)
         self.tasks = tasks
-        self.key = *self.key, tasks
         self.buffers = {n: self.each(b).clone() for n, b in self.buffers.items()}
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return *super().key, self.tasks
 
     def each(self, x: Tensor) -> Tensor:
         return x.expand(self.tasks, *x.shape)

@@ -42,7 +42,8 @@ class Recipe:
     """A recipe as a command.
 
     paper: what --paper sets. writes: the files that --out gets. hint: what to do when values are not finite.
-    settings: the flags as the recipe's own settings. check: fails on what is wrong before anything is written.
+    settings: the dataclass of the recipe's settings. defaults: what the command has otherwise than it.
+    check: fails on what is wrong before anything is written.
     fingerprint: what a resumed run must share. run: (settings, folder, quiet) -> records.
     write: (settings, records, folder, command) -> the table in plain text, and the path of the report.
     """
@@ -54,7 +55,8 @@ class Recipe:
     paper: Mapping[str, Any]
     writes: str
     hint: str
-    settings: Callable[[argparse.Namespace], Any]
+    settings: Callable[..., Any]
+    defaults: Mapping[str, Any]
     check: Callable[[Any], None]
     fingerprint: Callable[[Any], dict[str, Any]]
     run: Callable[[Any, Path, bool], list[dict[str, Any]]]
@@ -88,9 +90,11 @@ def _text(flags: Mapping[str, Any]) -> str:
     return " ".join(f"--{k.replace('_', '-')}{value(v)}" for k, v in flags.items())
 
 
-def given(args: argparse.Namespace, fields: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that were given, over those of --paper if that was."""
-    return {**(paper if args.paper else {}), **{k: v for k, v in vars(args).items() if v is not None and k in fields}}
+def settings(recipe: Recipe, args: argparse.Namespace) -> Any:
+    """The flags that were given, over those of --paper if that was, over the command's defaults."""
+    names = [name.replace("-", "_") for flags in recipe.flags.values() for name, *_ in flags]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return recipe.settings(**{**recipe.defaults, **(recipe.paper if args.paper else {}), **given})
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
@@ -100,7 +104,7 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     keep_memory()
     try:
-        s = recipe.settings(args)
+        s = settings(recipe, args)
         recipe.check(s)  # before anything is written: a wrong path is the commonest mistake
         runs.open_folder(args.out, recipe.fingerprint(s), args.resume)
         records = recipe.run(s, args.out, args.quiet)

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from . import tables
+
 
 def write(path: Path, content: bytes) -> None:
     """Write a file so that a kill at any moment leaves the old one or the new one: temp, fsync, rename."""
@@ -73,6 +75,13 @@ def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
         return
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     write_text(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def write_results(folder: Path, command: str, settings: Any, **figures: Any) -> None:
+    """results.json: how it was made, and every figure."""
+    made = {"command": command, "settings": asdict(settings), "versions": versions()}
+    text = json.dumps(tables.plain({**made, **figures}), indent=1, ensure_ascii=False)
+    write_text(folder / "results.json", text + "\n")
 
 
 def file_name(job: Any) -> str:

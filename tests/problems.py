@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
@@ -122,3 +123,15 @@ def value(model, h, g, batch=(), outer=(), steps=3, seed=0, **options) -> float:
 def relative(got: Tensor, expected: Tensor) -> float:
     size = max(float(got.norm()), float(expected.norm()))
     return float((got - expected).norm()) / size if size else 0.0
+
+
+def weighted(lam: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """h = mean of σ(λ_i)·ℓ_i and g = mean of ℓ_i, the losses of data cleaning."""
+
+    def h(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    def g(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    return h, g

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from problems import weighted
 from test_errors import OnceModule
 from test_inner import same, snapshot
 from torch import nn
@@ -35,12 +35,7 @@ def problem(*layers, dtype=torch.float64):
     x, y = torch.randn(6, 3, dtype=dtype), torch.randint(2, (6,))
     lam = torch.zeros(6, dtype=dtype, requires_grad=True)
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     return model, h, g, lam, x, y
 
 

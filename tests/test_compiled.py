@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from problems import relative
+from problems import relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -19,12 +18,7 @@ def problem(*layers):
     lam = torch.zeros(12, dtype=DOUBLE, requires_grad=True)
     x, y = torch.randn(12, 4, dtype=DOUBLE), torch.randint(3, (12,))
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     return model, h, g, lam, x, y
 
 
@@ -55,12 +49,10 @@ def test_the_same_numbers_and_compiled_once(monkeypatch):
 
 
 def test_tasks():
-    model, _, g, _, _, _ = problem()
+    model, *_ = problem()
     lam = torch.zeros(7, dtype=DOUBLE, requires_grad=True)
     x, y = torch.randn(3, 7, 4, dtype=DOUBLE), torch.randint(3, (3, 7))
-
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
+    h, g = weighted(lam)
 
     def run(engine):
         with bilevel.inner(model, h, g, solver="gd", lr=0.3, hypergrad=engine, tasks=3) as loop:

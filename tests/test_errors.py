@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import Ridge, Vector
+from problems import Ridge, Vector, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -18,12 +18,7 @@ def parts(double):
     x, y = torch.randn(6, 3), torch.randint(2, (6,))
     lam = torch.zeros(6, requires_grad=True)
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     return model, h, g, lam, x, y
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import Ridge, differences, relative
+from problems import Ridge, differences, relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -19,12 +19,7 @@ def setup(dtype=torch.float64):
     x, y = torch.randn(6, 3, dtype=dtype), torch.randint(2, (6,))
     lam = torch.zeros(6, dtype=dtype, requires_grad=True)
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     return model, h, g, lam, x, y
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from problems import weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -29,12 +29,7 @@ def test_no_step_reads_the_device(engine, optimizer, tasks):
         lam = torch.zeros(5, requires_grad=True)
         t = torch.tensor(0.1, requires_grad=True)
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     options = {"solver": bilevel.BiGSAM(t)}
     if optimizer:
         options["optimizer"] = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)

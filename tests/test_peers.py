@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
-from problems import relative
+from problems import relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -34,12 +33,7 @@ def test_higher(rule, engine):
         "adam": lambda: torch.optim.Adam(model.parameters(), lr=0.05, eps=0.0),
     }[rule]()
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     with higher.innerloop_ctx(model, optimizer, copy_initial_weights=False) as (fast, differentiable):
         for _ in range(7):
             differentiable.step(h(fast, x, y))

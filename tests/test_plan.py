@@ -6,12 +6,13 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import weighted
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
+from benchmarks.measure import live
 from bilevel_plugin.hypergrad.plan import Budget, Keep, cost, free, parse, schedule
 
 
@@ -64,12 +65,7 @@ def problem(samples: int = 40) -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]
     lam = torch.zeros(samples, dtype=torch.float64, requires_grad=True)
     batch = torch.randn(samples, 6, dtype=torch.float64), torch.randint(3, (samples,))
 
-    def h(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     return model, lam, batch, functools.partial(bilevel.inner, model, h, g, lr=0.3)  # pyright: ignore
 
 
@@ -107,18 +103,6 @@ def test_the_plan_changes_no_bit(steps: int, graphs: int, states: int, truncate:
     planned = run(bilevel.Reverse(memory=memory, truncate=truncate))
     for mine, plain in zip(planned, run(bilevel.Reverse(truncate=truncate)), strict=True):
         assert torch.equal(mine, plain)
-
-
-def live(run: object) -> int:
-    """The peak of the bytes that tensors hold."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()  # pyright: ignore
-    held = most = 0
-    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            most = max(most, held)
-    return most
 
 
 @pytest.mark.parametrize("share", [2, 0.6, 0.35])

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import differences, hypergrad, relative, value
+from problems import differences, hypergrad, relative, value, weighted
 from test_inner import same, snapshot
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -122,12 +122,7 @@ def problem(name, dtype=torch.float64):
     batch, outer = ((sample(n), torch.randint(5, (n,))) for n in (6, 5))
     lam = torch.randn(6, dtype=dtype, requires_grad=True)
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
-
+    h, g = weighted(lam)
     return model, h, g, lam, tuple(batch), tuple(outer)
 
 

@@ -1,42 +1,15 @@
 """A guard against waste: operators and bytes are counted, not seconds, on two problems that people run."""
 
-from collections import Counter
-
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import weighted
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bilevel_plugin as bilevel
-
-
-class Count(TorchDispatchMode):
-    """Counts what is dispatched, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.by_name = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.by_name[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-    def of(self, *names):
-        return sum(self.by_name[name] for name in names)
-
-
-class Host(nn.Module):
-    """Calls a loss on the model as functional_call wants it."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, loss, *batch):
-        return loss(self.model, *batch)
-
+from benchmarks.measure import Counter
+from benchmarks.runners import Host
 
 PRODUCTS = "mm", "addmm", "bmm"
 VIEWS = "detach", "t", "transpose", "view", "_unsafe_view", "expand", "as_strided", "alias", "unsqueeze"
@@ -48,19 +21,15 @@ def per_step(engine):
     model, x, y = nn.Linear(7, 3), torch.randn(20, 7), torch.randint(3, (20,))
     lam = torch.zeros(20, requires_grad=True)
 
-    def h(model, x, y):
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
-
-    def g(model, x, y):
-        return F.cross_entropy(model(x), y)
+    h, g = weighted(lam)
 
     def by_hand(steps):
         w = {f"model.{n}": p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
         for _ in range(steps):
-            loss = 0.1 * functional_call(Host(model), w, (h, x, y))
+            loss = 0.1 * functional_call(Host(model), w, (h, (x, y)))
             grads = torch.autograd.grad(loss, list(w.values()), create_graph=True)
             w = {n: p - d for (n, p), d in zip(w.items(), grads, strict=True)}
-        torch.autograd.grad(functional_call(Host(model), w, (g, x, y)), lam)
+        torch.autograd.grad(functional_call(Host(model), w, (g, (x, y))), lam)
 
     def by_us(steps):
         with bilevel.inner(model, h, g, solver="gd", lr=0.1, hypergrad=engine) as loop:
@@ -68,9 +37,9 @@ def per_step(engine):
             loop.hypergrad(lam)
 
     def run(steps):
-        with Count() as count:
+        with Counter() as count:
             by_hand(steps) if engine is None else by_us(steps)
-        return count.of(*PRODUCTS), sum(count.by_name.values()) - count.of(*VIEWS)
+        return count.of(*PRODUCTS), count.count - count.of(*VIEWS)
 
     return tuple((b - a) / 4 for a, b in zip(run(4), run(8), strict=True))
 
@@ -100,7 +69,7 @@ def test_an_encoder_is_gone_through_once_whatever_the_number_of_steps():
     loss = lambda head, f, y: F.cross_entropy(head(f), y)
 
     def run(steps, engine):
-        with Count() as count:
+        with Counter() as count:
             f = encoder(images).reshape(4, 10, -1)
             with bilevel.inner(head, loss, loss, solver="gd", lr=0.1, tasks=4, hypergrad=engine) as loop:
                 loop.run(steps, f, y, outer=(f, y))

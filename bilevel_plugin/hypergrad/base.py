@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..binding import State
 from ..step import Gradients, Phi, Traced
+from .plan import Plan
 
 
 class Engine(ABC):
@@ -46,7 +47,7 @@ class Tape(ABC):
         """The step in which the adjoint stopped being finite, if the tape can tell."""
         return None
 
-    def plan(self) -> object:
+    def plan(self) -> Plan | None:
         """What is kept for the sweep, and what it will cost; None for an engine that has no choice."""
         return None
 

@@ -118,6 +118,26 @@ class Budget:
             )
 
 
+class Plan(NamedTuple):
+    """What a reverse sweep would work from now. Bytes are 0 if they were not asked for (no memory=)."""
+
+    steps: int
+    graphs: int  # kept, of the last steps
+    states: int  # kept, of the steps before them
+    reruns: int  # steps that will be run again
+    memory: int  # bytes that were allowed
+    graph: int  # bytes of a step's graph
+    state: int  # bytes of a state
+
+    def __str__(self) -> str:
+        held = self.graphs * self.graph + self.states * self.state
+        size = f" about {held / 1e6:.1f} of {self.memory / 1e6:.1f} MB;" if self.memory else ""
+        return (
+            f"{self.steps} steps: {self.graphs} graphs and {self.states} states are kept,{size} "
+            f"{self.reruns} steps will be run again"
+        )
+
+
 def parse(memory: int | str) -> int | None:
     """Bytes; None for "auto"."""
     if memory == "auto":

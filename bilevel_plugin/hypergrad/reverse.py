@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..binding import State
 from ..step import Gradients, Phi, Traced, graph_bytes
 from .base import Engine, Tape, as_leaves, finite, one, refuse_create_graph
-from .plan import Budget, Keep, Pull, free, parse, schedule
+from .plan import Budget, Keep, Plan, Pull, free, parse, schedule
 from .store import Store
 
 
@@ -62,26 +62,6 @@ class Reverse(Engine):
         return _ReverseTape(self)
 
 
-class Plan(NamedTuple):
-    """What a reverse sweep would work from now. Bytes are 0 if they were not asked for (no memory=)."""
-
-    steps: int
-    graphs: int  # kept, of the last steps
-    states: int  # kept, of the steps before them
-    reruns: int  # steps that will be run again
-    memory: int  # bytes that were allowed
-    graph: int  # bytes of a step's graph
-    state: int  # bytes of a state
-
-    def __str__(self) -> str:
-        held = self.graphs * self.graph + self.states * self.state
-        size = f" about {held / 1e6:.1f} of {self.memory / 1e6:.1f} MB;" if self.memory else ""
-        return (
-            f"{self.steps} steps: {self.graphs} graphs and {self.states} states are kept,{size} "
-            f"{self.reruns} steps will be run again"
-        )
-
-
 class _ReverseTape(Tape):
     def __init__(self, options: Reverse) -> None:
         self._options = options
@@ -128,9 +108,10 @@ class _ReverseTape(Tape):
 
     def _weigh(self, phi: Phi, traced: Traced) -> Budget:
         """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""
-        if phi.kind not in self._weighed:
-            state = sum(x.numel() * x.element_size() for x in traced.to.values())
-            self._weighed[phi.kind] = state + graph_bytes(traced, phi.tensors())
+        kind = phi.kind
+        if kind not in self._weighed:
+            state = sum(x.nbytes for x in traced.to.values())
+            self._weighed[kind] = state + graph_bytes(traced, phi.tensors())
             memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
             if memory is None:
                 memory = free(next(iter(traced.to.values())).device) // 2

@@ -61,7 +61,7 @@ class Store:
             n: torch.device("cpu") if self._offload and x.device.type != "meta" else x.device for n, x in z.items()
         }
         pin = any(homes[n] != x.device for n, x in z.items())
-        total = sum(x.numel() * x.element_size() for x in z.values())
+        total = sum(x.nbytes for x in z.values())
         rows = max(1, min(rows, _BUFFER // max(total, 1)))
         sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
         places: dict[str, int] = {}

@@ -87,13 +87,6 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def settings(args: argparse.Namespace) -> Settings:
-    """The flags that were given, over the paper's or the recipe's defaults."""
-    defaults = {"baselines": ("validation-only",)}
-    chosen = {**defaults, **command.given(args, Settings.__dataclass_fields__, PAPER_SETTINGS)}
-    return Settings(**chosen)
-
-
 def check(s: Settings) -> None:
     bilevel.Reverse(memory=s.memory)  # a size that is none fails here
     for name in s.dataset:
@@ -108,7 +101,8 @@ RECIPE = command.Recipe(
     paper=PAPER_SETTINGS,
     writes="results.json, curves.csv, weights.csv, table.md, plots, report.html",
     hint=" Here: a smaller --lr.",
-    settings=settings,
+    settings=Settings,
+    defaults={"baselines": ("validation-only",)},
     check=check,
     fingerprint=study.fingerprint,
     run=study.run,
@@ -118,6 +112,10 @@ RECIPE = command.Recipe(
 
 def parser() -> argparse.ArgumentParser:
     return command.parser(RECIPE)
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    return command.settings(RECIPE, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict
 from html import escape
@@ -29,16 +28,7 @@ def write(s: Settings, records: list[Record], folder: Path, command: str) -> tup
     """Write everything into the folder; returns the table in plain text and the path of the report."""
     rows, titles = summary(records), _titles(s)
     paper = {t: {str(rho): pair for rho, pair in PAPER[t].items()} for t in titles.values() if t in PAPER}
-    results = {
-        "command": command,
-        "settings": asdict(s),
-        "versions": runs.versions(),
-        "data": titles,
-        "table": rows,
-        "paper_f1_clean_improved_basic": paper,
-        "runs": records,
-    }
-    runs.write_text(folder / "results.json", json.dumps(tables.plain(results), indent=1, ensure_ascii=False) + "\n")
+    runs.write_results(folder, command, s, data=titles, table=rows, paper_f1_clean_improved_basic=paper, runs=records)
     runs.write_text(folder / "curves.csv", _curves_csv(records))
     featured = next((j for j in jobs(s) if j.judge), None) or next(jobs(s))
     runs.write_text(folder / "weights.csv", weights_csv(s, featured, folder))

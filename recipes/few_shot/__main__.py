@@ -83,12 +83,6 @@ FLAGS: Flags = {
 }  # fmt: skip
 
 
-def settings(args: argparse.Namespace) -> Settings:
-    """The flags that were given, over the paper's or the recipe's defaults."""
-    defaults = {"baselines": (UNTRAINED,)}
-    return Settings(**{**defaults, **command.given(args, Settings.__dataclass_fields__, PAPER_SETTINGS)})
-
-
 RECIPE = command.Recipe(
     module="recipes.few_shot",
     about=__doc__ or "",
@@ -97,7 +91,8 @@ RECIPE = command.Recipe(
     paper=PAPER_SETTINGS,
     writes="results.json, curves.csv, table.md, plots, report.html",
     hint=" Here: a smaller --lr or --eta.",
-    settings=settings,
+    settings=Settings,
+    defaults={"baselines": (UNTRAINED,)},
     check=study.check,
     fingerprint=study.fingerprint,
     run=study.run,
@@ -107,6 +102,10 @@ RECIPE = command.Recipe(
 
 def parser() -> argparse.ArgumentParser:
     return command.parser(RECIPE)
+
+
+def settings(args: argparse.Namespace) -> Settings:
+    return command.settings(RECIPE, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from ..malloc import keep_memory
 from ..models import ENCODERS, build_encoder
 from .episodes import Batch, Episodes, Images
 from .sources import SOURCES, load
-from .train import centre, encode, encode_task, loss, zero_head
+from .train import adapt_and_pull, centre, encode, encode_task, zero_head
 
 Rule = bilevel.GD | bilevel.BiGSAM
 
@@ -33,16 +33,12 @@ def plain(encoder: nn.Module, batch: Batch, chunk: int) -> None:
     encode(encoder, x.split(chunk)).square().mean().backward()
 
 
-def together(
-    encoder: nn.Module, batch: Batch, chunk: int, ways: int, steps: int, rule: bilevel.GD | bilevel.BiGSAM
-) -> None:
+def together(encoder: nn.Module, batch: Batch, chunk: int, ways: int, steps: int, rule: Rule) -> None:
     """The recipe's outer step: features once, all heads at once, one trip back."""
     (x, y), (x_query, y_query) = batch
     f, f_query = centre(*encode_task(encoder, x, x_query, chunk=chunk))
-    head = zero_head(f.shape[-1], ways)
-    with bilevel.inner(head, loss, loss, solver=rule, tasks=len(x), hypergrad="unroll") as loop:
-        loop.run(steps, f, y, outer=(f_query, y_query))
-        loop.backward()
+    query = f_query, y_query
+    adapt_and_pull((f, y), query, query, ways, steps, rule, "unroll")
 
 
 def one_by_one(encoder: nn.Module, batch: Batch, ways: int, steps: int, rule: Rule) -> None:
@@ -128,13 +124,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         + f"; taken: {chunk}"
     )
 
+    recipe: Callable[[], None] = lambda: together(encoder, batch, chunk, a.ways, a.steps, rule)  # noqa: E731
+    loops: dict[str, Callable[[], None]] = {"plain autograd": lambda: one_by_one(encoder, batch, a.ways, a.steps, rule)}
+    if a.solver == "gd":
+        loops["higher"] = lambda: by_higher(encoder, batch, a.ways, a.steps, 0.1)
     runs: dict[str, Callable[[], None]] = {
         "encoder alone, forward and backward": lambda: plain(encoder, batch, chunk),
-        "the recipe's outer step": lambda: together(encoder, batch, chunk, a.ways, a.steps, rule),
-        "loop over tasks, plain autograd": lambda: one_by_one(encoder, batch, a.ways, a.steps, rule),
+        "the recipe's outer step": recipe,
+        **{f"loop over tasks, {name}": loop for name, loop in loops.items()},
     }
-    if a.solver == "gd":
-        runs["loop over tasks, higher"] = lambda: by_higher(encoder, batch, a.ways, a.steps, 0.1)
     measured: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(a.repeats + 1):
         for name, function in runs.items():
@@ -145,11 +143,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name:38} {1e3 * statistics.median(t[1:]):8.1f} ms   × {ratio:.3f}")
 
     encoder.eval()  # BatchNorm's batch is the chunk, and differs between them in training; the gradients are then one
-    slow = {"plain autograd": lambda: one_by_one(encoder, batch, a.ways, a.steps, rule)}
-    if a.solver == "gd":
-        slow["higher"] = lambda: by_higher(encoder, batch, a.ways, a.steps, 0.1)
-    ours = gradient(lambda: together(encoder, batch, chunk, a.ways, a.steps, rule), encoder)
-    for name, function in slow.items():
+    ours = gradient(recipe, encoder)
+    for name, function in loops.items():
         other = gradient(function, encoder)
         print(f"same gradient as {name}: relative difference {float((ours - other).norm() / other.norm()):.1e}")
     return 0

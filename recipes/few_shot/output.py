@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -30,15 +29,7 @@ def write(s: Settings, records: list[Record], folder: Path, command: str) -> tup
     rows = summary(records)
     found = {d: sources.load(d, s.data_root, s.download) for d in s.dataset}
     titles = {d: source.name for d, source in found.items()}
-    results = {
-        "command": command,
-        "settings": asdict(s),
-        "versions": runs.versions(),
-        "data": titles,
-        "table": rows,
-        "runs": records,
-    }
-    runs.write_text(folder / "results.json", json.dumps(tables.plain(results), indent=1, ensure_ascii=False) + "\n")
+    runs.write_results(folder, command, s, data=titles, table=rows, runs=records)
     runs.write_text(folder / "curves.csv", _curves_csv(records))
     shown = blocks(rows, titles)
     runs.write_text(folder / "table.md", tables.markdown(shown))

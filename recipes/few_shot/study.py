@@ -179,12 +179,8 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         bar.close()
         trained, record = result.encoder, {"seconds": result.seconds, "history": result.history}
     steps = tuple(sorted({*s.test_steps, job.steps}))
-    whole: dict[str, Any] = {
-        "episodes": s.test_episodes,
-        "steps": steps,
-        "leaky": job.steps,
-        "seed": 1,
-    }  # not the curve's
+    # other tasks than those of the curve: seed 1
+    whole: dict[str, Any] = {"episodes": s.test_episodes, "steps": steps, "leaky": job.steps, "seed": 1}
     record |= {**asdict(job), "label": job.label, "scores": test_now(trained, job.ways, job.shots, **whole)}
     others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
     record["also"] = {cell: test_now(trained, *cells_of(cell), **whole) for cell in others}

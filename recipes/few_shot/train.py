@@ -136,11 +136,8 @@ def meta_train(
         f, f_query = centre(f, f_query) if centred else (f, f_query)
         rule = solver if method is None else method.rule(lr, lr if s is None else s, every, progress)
         seen, judged = halves(f_query, y_query) if method and method.split else ((f_query, y_query),) * 2
-        head = zero_head(f.shape[-1], ways).to(f)
         adam.zero_grad()
-        with bilevel.inner(head, loss, loss, solver=rule, tasks=len(x), hypergrad=hypergrad) as loop:
-            loop.run(steps, f, y, outer=seen)
-            loop.backward(outer=judged)  # through all heads, then once through the encoder
+        adapt_and_pull((f, y), seen, judged, ways, steps, rule, hypergrad)
         for group in adam.param_groups:
             group["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * progress) if decay else 1.0)
         adam.step()
@@ -161,6 +158,15 @@ def meta_train(
 
             on_step(Moment(step + 1, spent, encoder, history, now))
     return Result(encoder.eval(), history, spent)
+
+
+def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: int, rule: Rule, hypergrad: Any) -> None:
+    """Adapt the heads of all tasks, and add the hypergradient into the .grad of what the features came from."""
+    f, y = support
+    head = zero_head(f.shape[-1], ways).to(f)
+    with bilevel.inner(head, loss, loss, solver=rule, tasks=len(f), hypergrad=hypergrad) as loop:
+        loop.run(steps, f, y, outer=seen)
+        loop.backward(outer=judged)  # through all heads, then once through the encoder
 
 
 def loss(head: nn.Module, f: Tensor, y: Tensor) -> Tensor:
