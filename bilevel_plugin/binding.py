@@ -9,13 +9,13 @@ as it was.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -48,6 +48,7 @@ class Binding:
         ]
         held = (*model.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
+        self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent = any(isinstance(m, nn.RNNBase) for m in self.modules)
         self._weight_norm = any(type(m).__name__ == "_WeightNorm" for m in self.modules)
 
@@ -100,13 +101,51 @@ class Binding:
             torch.clear_autocast_cache()
         return self.total(value), buffers
 
-    @contextmanager
-    def twice_differentiable(self) -> Generator[None]:
+    def twice_differentiable(self) -> AbstractContextManager[None]:
         """Keep out the kernels whose second derivative is missing or wrong."""
+        return self._plain_kernels() if self._recurrent or self._weight_norm else _MATH_ATTENTION
+
+    @contextmanager
+    def _plain_kernels(self) -> Generator[None]:
         no_cudnn = torch.backends.cudnn.flags(enabled=False) if self._recurrent and self.devices else nullcontext()
         plain = _PlainWeightNorm() if self._weight_norm else nullcontext()
-        with sdpa_kernel(SDPBackend.MATH), no_cudnn, plain:
+        with _MATH_ATTENTION, no_cudnn, plain:
             yield
+
+
+class _MathAttention(AbstractContextManager[None]):
+    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price.
+
+    The switches are the process's: the first thread to come in sets them, the last one to leave puts them back.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = [enabled() for enabled, _, _ in _ATTENTION]
+                for _, enable, wanted in _ATTENTION:
+                    enable(wanted)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                for (_, enable, _), on in zip(_ATTENTION, self._before, strict=True):
+                    enable(on)
+
+
+_ATTENTION = [
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
+]
+_MATH_ATTENTION = _MathAttention()
 
 
 class _PlainWeightNorm(TorchFunctionMode):
@@ -125,8 +164,7 @@ class Conditions:
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
         self._modes = [m.training for m in binding.modules]
-        self._types = sorted({"cpu", *(d.type for d in binding.devices)})
-        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._types}
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
         self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
 
     @property
@@ -170,14 +208,21 @@ class Conditions:
                 _set_random_states(random)
 
 
-@contextmanager
-def full_precision() -> Generator[None]:
+def full_precision() -> AbstractContextManager[Any]:
     """Autocast off: it is for the forward pass, and derivatives keep the types of the operations they belong to."""
+    on = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+    return _without_autocast(on) if on else _NOTHING
+
+
+@contextmanager
+def _without_autocast(kinds: list[str]) -> Generator[None]:
     with ExitStack() as stack:
-        for kind in _DEVICE_TYPES:
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
         yield
+
+
+_NOTHING = nullcontext()
 
 
 def scalar(name: str, value: object) -> Tensor:

@@ -163,7 +163,7 @@ class Loop:
         losses = (("h", self._h, batch), ("g", self._g, self._outer))
         update = self._update.at_step()
         phi = self._tape.phi(
-            self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.cut
+            self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.again
         )
         self._z = self._tape.step(phi, self._z)
         self._k, self._buffers = phi.k, phi.buffers_after
@@ -362,7 +362,7 @@ class Loop:
             name, value = "loss=", scalar("loss=", loss)
         else:
             batch = self._outer if outer is None else as_tuple(outer)
-            if self._tape.cut:
+            if self._tape.again:
                 batch = cut_batch(batch, pairs)
             name, value = "g", self._outer_loss(batch)
             self._watch.see(self._k + 1, name, value.detach(), self._weights)
@@ -372,7 +372,7 @@ class Loop:
                 "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
                 "the last step; hypergrad='unroll' takes losses of several steps."
             )
-        if not (connected or (value.requires_grad and not self._tape.cut)):  # unroll takes losses of any step
+        if not (connected or (value.requires_grad and not self._tape.again)):  # unroll takes losses of any step
             raise disconnected(name)
         return Traced(self._z, {"g": value}, pairs, leaves)
 

@@ -25,6 +25,7 @@ from .solvers import StepRule, Value
 from .updates import Step
 
 Pairs = list[tuple[Tensor, Tensor]]
+_IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
 _ACCUMULATE = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)  # the node of a leaf
 
 
@@ -88,6 +89,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._looked = False
+        self._seen: set[str] = set()
         self._later: list[tuple[int, str, Tensor]] = []
 
     def see(self, k: int, name: str, value: Tensor, w: State) -> None:
@@ -96,6 +98,12 @@ class Watch:
                 raise self._error(k, name, value, w)
         elif value.device.type != "meta":
             self._later.append((k, name, value))
+
+    def first(self, name: str) -> bool:
+        """Whether this loss was not asked about before."""
+        new = name not in self._seen
+        self._seen.add(name)
+        return new
 
     def ask(self) -> None:
         """Raise if a loss so far was not finite."""
@@ -116,7 +124,7 @@ class Watch:
 
 
 class Phi:
-    """Φ_k. Its first call is the step itself; each further call runs it again as it was then.
+    """Φ_k. Its first call is the step itself; each further call, if it is to have any, runs it again as it was then.
 
     `buffers` are those of the model before the step; `buffers_after`, once it was called, those after it.
     """
@@ -130,12 +138,13 @@ class Phi:
         losses: Sequence[tuple[str, Loss, tuple[Any, ...]]],
         buffers: State,
         watch: Watch,
-        cut: bool,
+        again: bool,
     ) -> None:
         self.k, self._binding, self._rule, self._watch = k, binding, rule, watch
         self._update, self._options = update
         self.cut: Pairs = []
-        self._losses = [(n, loss, cut_batch(batch, self.cut) if cut else batch) for n, loss, batch in losses]
+        self._again = again
+        self._losses = [(n, loss, cut_batch(batch, self.cut) if again else batch) for n, loss, batch in losses]
         self._buffers, self.buffers_after = buffers, buffers
         self.conditions: Conditions | None = None
         self.values: State = {}
@@ -143,6 +152,8 @@ class Phi:
         self._versions: list[tuple[str, Tensor, int]] = []
 
     def __call__(self, z: State, *, graph: bool) -> Traced:
+        if not self._again:
+            return self._run(z, graph, first=True)
         if self.conditions is not None:
             self._check_unchanged()
             with self.conditions.again():
@@ -165,8 +176,7 @@ class Phi:
 
     def tensors(self) -> list[Tensor]:
         """What the step was given, besides its state."""
-        batches = (x for name, _, batch in self._losses if name in self.values for x in tensors_of(batch))
-        return [*batches, *self.leaves, *self._buffers.values()]
+        return [*(x for _, x, _ in self._versions), *self._buffers.values()]
 
     def _run(self, z: State, graph: bool, first: bool) -> Traced:
         w = {n: z[n] for n in self._binding.parameters}
@@ -179,7 +189,8 @@ class Phi:
                 if first:
                     self._watch.see(self.k, name, value.detach(), w)
                     self.values[name] = value.detach()
-                    self._find_leaves(name, weighted[-1], z)
+                    if self._again or self._watch.first(name):
+                        self._find_leaves(name, weighted[-1], z)
             total = sum(weighted[1:], weighted[0]) if weighted else None
         grads: Sequence[Tensor | None] = [None] * len(w)
         with full_precision(), torch.set_grad_enabled(graph):
@@ -189,7 +200,8 @@ class Phi:
         if graph:
             self._watch.look([*weighted, *to.values()], z)
         if first:
-            self._remember()
+            if self._again:
+                self._remember()
             self.buffers_after = {n: _unless_equal(b, self._buffers[n]) for n, b in buffers.items()}
         return Traced(z, to, self.cut, self.leaves)
 
@@ -208,14 +220,9 @@ class Phi:
         """What the step depends on, as it is, to notice a change before the step is run again."""
         for option in self._options:
             self._add_leaves(walk(option, ())[0])
-        batches = (
-            (f"a tensor in the batch of {n}", x)
-            for n, _, batch in self._losses
-            if n in self.values
-            for x in tensors_of(batch)
-        )
-        outer = (("an outer variable", x) for x in self.leaves)
-        self._versions = [(what, x, x._version) for what, x in (*batches, *outer)]
+        used = (loss for loss in self._losses if loss[0] in self.values)
+        self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in used for x in tensors_of(batch)]
+        self._versions += [("an outer variable", x, x._version) for x in self.leaves]
 
     def _check_unchanged(self) -> None:
         for what, x, version in self._versions:
@@ -309,7 +316,7 @@ def _weight_norm_is_right() -> bool:
 
 def _nodes(roots: Iterable[Tensor], stop: Collection[Any]) -> Generator[Any]:
     """The nodes of a graph, up to and including those to stop at."""
-    stack: list[Any] = [get_gradient_edge(x).node for x in roots if x.requires_grad]
+    stack: list[Any] = [x.grad_fn or get_gradient_edge(x).node for x in roots if x.requires_grad]
     seen: set[Any] = {None}
     while stack:
         node = stack.pop()

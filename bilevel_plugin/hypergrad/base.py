@@ -27,7 +27,7 @@ class Engine(ABC):
 class Tape(ABC):
     """The record that an engine keeps of one inner loop."""
 
-    cut: ClassVar[bool] = True  # tensors of a batch enter as leaves of their own (see step.py)
+    again: ClassVar[bool] = True  # a step may be run again: batches are cut (see step.py), what it saw is remembered
     phi: Callable[..., Phi] = Phi  # what makes a step
     whole: bool = True  # the adjoint gets back to w_0
 

@@ -24,7 +24,7 @@ class Unroll(Engine):
 
 
 class _UnrollTape(Tape):
-    cut: ClassVar[bool] = False
+    again: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._start: State = {}
