@@ -131,7 +131,7 @@ class _MathAttention(AbstractContextManager[None]):
                     enable(wanted)
             self._inside += 1
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:
