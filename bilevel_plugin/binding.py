@@ -94,7 +94,8 @@ class Binding:
         try:
             value, buffers = self.call(lambda *args: scalar(name, loss(*args)), w, buffers, batch, {})
         except TypeError as error:
-            raise _wrong_arguments(name, loss, self.model, batch) or error from error
+            _check_arguments(name, loss, self.model, batch, error)
+            raise
         finally:
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
@@ -331,16 +332,15 @@ def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
     return inner
 
 
-def _wrong_arguments(name: str, loss: Loss, model: nn.Module, batch: tuple[Any, ...]) -> TypeError | None:
-    """A better error, if what went wrong is that the loss takes other arguments than the batch gives."""
+def _check_arguments(name: str, loss: Loss, model: nn.Module, batch: tuple[Any, ...], error: TypeError) -> None:
+    """Raise a better error, if what went wrong is that the loss takes other arguments than the batch gives."""
     try:
         inspect.signature(loss).bind(model, *batch)
-    except TypeError as error:
+    except TypeError as misfit:
         where = "outer=(...)" if name == "g" else "loop.step(...)"
-        return TypeError(
-            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}, but {error}. "
+        raise TypeError(
+            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}, but {misfit}. "
             f"Its batch is what is given to {where}."
-        )
+        ) from error
     except ValueError:  # a built-in without a signature
         pass
-    return None
