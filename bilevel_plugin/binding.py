@@ -21,6 +21,9 @@ from torch.utils import _pytree as pytree
 
 State = dict[str, Tensor]
 Loss = Callable[..., Tensor]
+# Held while a loss runs: weights are in the user's module then, and the kernels of attention, cuDNN and the random
+# numbers that are switched and put back are the process's, not the thread's. Re-entrant, for a loop inside a loss.
+EXCLUSIVE = threading.RLock()
 _DEVICE_TYPES = {"cpu", *([a.type] if (a := torch.accelerator.current_accelerator()) else [])}
 
 
@@ -117,27 +120,22 @@ class Binding:
 class _MathAttention(AbstractContextManager[None]):
     """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price.
 
-    The switches are the process's: the first thread to come in sets them, the last one to leave puts them back.
+    The switches are the process's, and so this holds EXCLUSIVE.
     """
 
     def __init__(self) -> None:
-        self._lock, self._inside = threading.Lock(), 0
-        self._before: list[bool] = []
+        self._before: list[list[bool]] = []  # a loop may be inside a loss
 
     def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._before = [enabled() for enabled, _, _ in _ATTENTION]
-                for _, enable, wanted in _ATTENTION:
-                    enable(wanted)
-            self._inside += 1
+        EXCLUSIVE.acquire()
+        self._before.append([enabled() for enabled, _, _ in _ATTENTION])
+        for _, enable, wanted in _ATTENTION:
+            enable(wanted)
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                for (_, enable, _), on in zip(_ATTENTION, self._before, strict=True):
-                    enable(on)
+        for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
+            enable(on)
+        EXCLUSIVE.release()
 
 
 _ATTENTION = [
@@ -194,9 +192,9 @@ class Conditions:
     def again(self) -> Generator[None]:
         """The same conditions once more; those of the caller come back at the end."""
         modules = self._binding.modules
-        modes = [m.training for m in modules]
-        random = None if self._random is None else _random_states(self._binding.devices)
-        with ExitStack() as stack:
+        with EXCLUSIVE, ExitStack() as stack:
+            modes = [m.training for m in modules]
+            random = None if self._random is None else _random_states(self._binding.devices)
             for kind, (on, dtype) in self._autocast.items():
                 if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))

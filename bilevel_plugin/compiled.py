@@ -70,7 +70,9 @@ class _Functions:
     def step(self, z: State, *args: Any) -> tuple[State, list[Tensor], State, list[Tensor]]:
         """z⁺, the losses, the buffers, and the tensors that require grad."""
         with config.patch(trace_autograd_ops=True):
-            return *self._step({n: x.detach() for n, x in z.items()}, *args), self._seen
+            found = self._step({n: x.detach() for n, x in z.items()}, *args)
+        seen, self._seen = self._seen, []  # the cache outlives the block, and must not hold what the block was given
+        return *found, seen
 
     def pull(self, z: State, *args: Any) -> Sequence[Tensor | None]:
         with config.patch(trace_autograd_ops=True):

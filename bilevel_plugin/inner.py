@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast, overload
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from . import hypergrad as engines
 from . import solvers
-from .binding import Binding, Loss, State, full_precision, scalar
+from .binding import EXCLUSIVE, Binding, Loss, State, full_precision, scalar
 from .hypergrad import Engine
 from .hypergrad.base import finite
 from .hypergrad.plan import Plan
@@ -88,7 +90,7 @@ class Inner:
         self._rule = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(hypergrad)
         self._model, self._optimizer, self._tasks = model, optimizer, tasks
-        self._open: list[Loop] = []
+        self._open: defaultdict[int, list[Loop]] = defaultdict(list)  # of each thread: a decorator may run in two
         _, update = self._bind()
         for need in self._engine.needs:
             why = self._rule.lacks(need) or update.lacks(need)
@@ -100,7 +102,8 @@ class Inner:
 
     def _bind(self) -> tuple[Binding, Plain | FromOptimizer]:
         model, optimizer = self._model, self._optimizer
-        binding = Binding(model, optimizer) if self._tasks is None else TaskBinding(model, optimizer, self._tasks)
+        with EXCLUSIVE:  # the weights of another thread's loop may be in the model
+            binding = Binding(model, optimizer) if self._tasks is None else TaskBinding(model, optimizer, self._tasks)
         if optimizer is None:
             return binding, Plain()
         return binding, FromOptimizer(optimizer, {p: n for n, p in binding.parameters.items()})
@@ -108,13 +111,13 @@ class Inner:
     def __enter__(self) -> Loop:
         binding, update = self._bind()  # anew each time: a decorator outlives changes of the model
         loop = Loop(binding, self._losses, self._rule, update, self._engine)
-        self._open.append(loop)
+        self._open[get_ident()].append(loop)
         return loop
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.pop().close()
+        self._open[get_ident()].pop().close()
 
     def __call__(self, function: Callable[Concatenate[Loop, P], R]) -> Callable[P, R]:
         """Decorate `def train(loop, ...)`: each call of `train(...)` opens a block of its own."""
@@ -412,7 +415,8 @@ def flatten(inputs: Inputs) -> dict[str, Tensor]:
     if isinstance(inputs, Tensor):
         tensors[""] = inputs
     elif isinstance(inputs, nn.Module):
-        tensors.update((n, p) for n, p in inputs.named_parameters() if p.requires_grad)
+        with EXCLUSIVE:
+            tensors.update((n, p) for n, p in inputs.named_parameters() if p.requires_grad)
     elif isinstance(inputs, Mapping):
         tensors.update(cast("Mapping[str, Tensor]", inputs))
     else:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from .binding import Binding, Conditions, Loss, State, full_precision, map_tensors, tensors_of
+from .binding import EXCLUSIVE, Binding, Conditions, Loss, State, full_precision, map_tensors, tensors_of
 from .solvers import StepRule, Value
 from .updates import Step
 
@@ -158,9 +158,10 @@ class Phi:
             self._check_unchanged()
             with self.conditions.again():
                 return self._run(z, graph, first=False)
-        conditions = Conditions(self._binding)
-        traced = self._run(z, graph, first=True)
-        conditions.settle()
+        with EXCLUSIVE:  # between the two looks at the random state nobody else's step may draw
+            conditions = Conditions(self._binding)
+            traced = self._run(z, graph, first=True)
+            conditions.settle()
         self.conditions = conditions
         return traced
 
