@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -36,7 +36,7 @@ class Binding:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         _refuse(model)
-        self.model = model
+        self.model, self.group = model, None
         self.parameters = _inner_parameters(model, optimizer)
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None}
         self.modules = tuple(model.modules())
@@ -68,6 +68,30 @@ class Binding:
     def each(self, x: Tensor) -> Tensor:
         """A tensor of the model, once for every inner problem."""
         return x
+
+    def mean(self, name: str, value: Tensor) -> Tensor:
+        """The loss of this name over all processes that take part."""
+        return value
+
+    def once(self, x: Tensor) -> Tensor:
+        """A tensor that a step uses outside of the losses: a rate, an option of an optimizer."""
+        return x
+
+    def own(self, w: State) -> State:
+        """The weights as the losses see them."""
+        return w
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all is well in every process that takes part."""
+        return ok
+
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        """The largest of each number among the processes that take part."""
+        return numbers
+
+    def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Gradients for the inputs, from the parts that this process has of them."""
+        return list(parts)
 
     def call(
         self, function: Callable[..., Any], w: State, buffers: State, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,7 +127,7 @@ class Binding:
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
             torch.clear_autocast_cache()
-        return self.total(value), buffers
+        return self.mean(name, self.total(value)), buffers
 
     def twice_differentiable(self) -> AbstractContextManager[None]:
         """Keep out the kernels whose second derivative is missing or wrong."""

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from .solvers import Rate, StepRule
 from .step import Gradients, Pairs, Traced, Watch, cut_batch, disconnected, walk
 from .tasks import TaskBinding
 from .updates import FromOptimizer, Plain
+
+if TYPE_CHECKING:  # not every build of torch has it
+    from torch.distributed import ProcessGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -46,6 +49,8 @@ def inner(
     optimizer: torch.optim.Optimizer | None = None,
     hypergrad: str | Engine = "reverse",
     tasks: int | None = None,
+    group: ProcessGroup | None = None,
+    local: Inputs = (),
 ) -> Inner:
     """Make the loop in this block the inner problem of min_λ g(w_K(λ), λ), w⁺ = Φ_k(w, λ).
 
@@ -61,10 +66,14 @@ def inner(
             solver's direction; it is read, never stepped.
         hypergrad: "reverse", "unroll", "forward", "cg", "neumann", or an object such as Reverse(checkpoint="sqrt").
         tasks: N inner problems at once; batches carry the tasks as first dimension, losses are summed.
+        group: processes of torch.distributed that solve one inner problem together. Each steps on batches of its own,
+            all hold the same w; h and g are the means over the ranks of what the losses return there.
+        local: with group, outer variables of this rank alone, such as the weights of its own samples. Gradients for
+            any other are summed over the ranks.
 
     The outer variable λ needs no registration: it is whatever else requires grad and is used by h or g.
     """
-    return Inner(model, h, g, solver, lr, optimizer, hypergrad, tasks)
+    return Inner(model, h, g, solver, lr, optimizer, hypergrad, tasks, group, local)
 
 
 class Inner:
@@ -80,6 +89,8 @@ class Inner:
         optimizer: torch.optim.Optimizer | None,
         hypergrad: str | Engine,
         tasks: int | None,
+        group: ProcessGroup | None,
+        local: Inputs,
     ) -> None:
         for name, loss in (("h", h), ("g", g)):
             if not callable(loss):
@@ -89,7 +100,17 @@ class Inner:
         self._losses = h, g
         self._rule = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(hypergrad)
-        self._model, self._optimizer, self._tasks = model, optimizer, tasks
+        self._model, self._optimizer, self._tasks, self._group = model, optimizer, tasks, group
+        self._local = () if isinstance(local, tuple) and not local else tuple(flatten(local).values())
+        if group is None and self._local:
+            raise ValueError("bilevel.inner: local= is for a group of processes, and there is no group=.")
+        if group is not None and tasks is not None:
+            raise ValueError(
+                "bilevel.inner: tasks= and group= were both given. Tasks do not share weights: give each rank tasks of "
+                "its own, without group=, and put what they share (an encoder) under DistributedDataParallel."
+            )
+        if group is not None and self._engine.alone:
+            raise ValueError(f"bilevel.inner: {self._engine.alone}; hypergrad='reverse' takes a group.")
         self._open: defaultdict[int, list[Loop]] = defaultdict(list)  # of each thread: a decorator may run in two
         _, update = self._bind()
         for need in self._engine.needs:
@@ -103,10 +124,17 @@ class Inner:
     def _bind(self) -> tuple[Binding, Plain | FromOptimizer]:
         model, optimizer = self._model, self._optimizer
         with EXCLUSIVE:  # the weights of another thread's loop may be in the model
-            binding = Binding(model, optimizer) if self._tasks is None else TaskBinding(model, optimizer, self._tasks)
+            if self._tasks is not None:
+                binding = TaskBinding(model, optimizer, self._tasks)
+            elif self._group is not None:
+                from .parallel import ParallelBinding
+
+                binding = ParallelBinding(model, optimizer, self._group, self._local)
+            else:
+                binding = Binding(model, optimizer)
         if optimizer is None:
             return binding, Plain()
-        return binding, FromOptimizer(optimizer, {p: n for n, p in binding.parameters.items()})
+        return binding, FromOptimizer(optimizer, {p: n for n, p in binding.parameters.items()}, binding.once)
 
     def __enter__(self) -> Loop:
         binding, update = self._bind()  # anew each time: a decorator outlives changes of the model
@@ -187,7 +215,7 @@ class Loop:
         self._check_open()
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         with self._binding.twice_differentiable():
-            return self._binding.call(_forward, self._weights, buffers, args, kwargs)[0]
+            return self._binding.call(_forward, self._binding.own(self._weights), buffers, args, kwargs)[0]
 
     @property
     def _weights(self) -> State:
@@ -303,6 +331,11 @@ class Loop:
                 "bilevel.inner: backward() found no outer variable: nothing that h or g uses requires grad, besides "
                 "the inner weights. Set requires_grad on it before the first step."
             )
+        if self._binding.group is not None:  # leaf by leaf, since each has to be summed over the ranks
+            behind = [leaf for x, _ in found.cut.values() for leaf in walk(x, ())[0]]
+            leaves = list({id(x): x for x in (*(x for x, _ in found.direct.values()), *behind)}.values())
+            torch.autograd.backward(leaves, self._collect(leaves, found, {}, True, retain_graph))
+            return
         torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], retain_graph=retain_graph)
 
     def _gradients(
@@ -321,21 +354,30 @@ class Loop:
             )
         once = list({id(x): x for x in wanted}.values())  # an input may be given under two names
         found, start = self._pull(once, outer, loss, create_graph)
+        return self._collect(wanted, found, start, allow_unused, retain_graph)
+
+    def _collect(
+        self, wanted: list[Tensor], found: Gradients, start: State, allow_unused: bool, retain_graph: bool
+    ) -> list[Tensor]:
+        """The gradients of what is wanted, through the graphs behind cut tensors and w_0 as well."""
         behind = [*found.cut.values(), *((self._origin[n], d) for n, d in start.items() if n in self._origin)]
         through: Sequence[Tensor | None] = [None] * len(wanted)
         if behind:  # once through what lies behind the cut tensors and w_0
             through = torch.autograd.grad(
                 [x for x, _ in behind], wanted, [d for _, d in behind], allow_unused=True, retain_graph=retain_graph
             )
+        parts: list[Tensor | None] = []
+        for x, extra in zip(wanted, through, strict=True):
+            both = [d for d in (found.direct.get(id(x), (x, None))[1], extra) if d is not None]
+            parts.append(sum(both[1:], both[0]) if both else None)
         grads: list[Tensor] = []
-        for i, (x, extra) in enumerate(zip(wanted, through, strict=True)):
-            parts = [d for d in (found.direct.get(id(x), (x, None))[1], extra) if d is not None]
-            if not parts and not allow_unused:
+        for i, (x, grad) in enumerate(zip(wanted, self._binding.gather(wanted, parts), strict=True)):
+            if grad is None and not allow_unused:
                 raise ValueError(
                     f"bilevel.inner: neither loss depends on input {i} (shape {tuple(x.shape)}), so it has no "
                     "hypergradient. Check that h or g uses this very tensor, or pass allow_unused=True for zeros."
                 )
-            grads.append(sum(parts[1:], parts[0]) if parts else torch.zeros_like(x))
+            grads.append(torch.zeros_like(x) if grad is None else grad)
         return grads
 
     def _pull(
@@ -347,7 +389,7 @@ class Loop:
             end = self._end(outer, loss)
             with full_precision():
                 found, start = self._tape.pull(end, wanted, create_graph)
-        if not finite(found.values()):
+        if not self._binding.agree(finite(found.values())):
             k = self._tape.blame(end)
             at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"
             raise FloatingPointError(
@@ -362,7 +404,7 @@ class Loop:
             raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
         pairs: Pairs = []
         if loss is not None:
-            name, value = "loss=", scalar("loss=", loss)
+            name, value = "loss=", self._binding.mean("loss=", scalar("loss=", loss))
         else:
             batch = self._outer if outer is None else as_tuple(outer)
             if self._tape.again:
@@ -382,7 +424,7 @@ class Loop:
     def _outer_loss(self, batch: tuple[Any, ...]) -> Tensor:
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         with self._binding.twice_differentiable():
-            return self._binding.loss("g", self._g, self._weights, buffers, batch)[0]
+            return self._binding.loss("g", self._g, self._binding.own(self._weights), buffers, batch)[0]
 
     def _check_open(self) -> None:
         if self._closed:

@@ -170,6 +170,9 @@ class Phi:
         weights = self._rule.weights(self.k)
         return [(*loss, c) for loss, c in zip(self._losses, weights, strict=True) if isinstance(c, Tensor) or c != 0]
 
+    def largest(self, *numbers: int) -> tuple[int, ...]:
+        return self._binding.largest(*numbers)
+
     @property
     def kind(self) -> object:
         """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
@@ -180,24 +183,25 @@ class Phi:
         return [*(x for _, x, _ in self._versions), *self._buffers.values()]
 
     def _run(self, z: State, graph: bool, first: bool) -> Traced:
-        w = {n: z[n] for n in self._binding.parameters}
+        mine = {n: z[n] for n in self._binding.parameters}
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         weighted: list[Tensor] = []
         with torch.enable_grad(), self._binding.twice_differentiable():
+            w = self._binding.own(mine)
             for name, loss, batch, c in self._used():
                 value, buffers = self._binding.loss(name, loss, w, buffers, batch)
-                weighted.append(c * value)
+                weighted.append((self._binding.once(c) if isinstance(c, Tensor) else c) * value)
                 if first:
                     self._watch.see(self.k, name, value.detach(), w)
                     self.values[name] = value.detach()
                     if self._again or self._watch.first(name):
                         self._find_leaves(name, weighted[-1], z)
             total = sum(weighted[1:], weighted[0]) if weighted else None
-        grads: Sequence[Tensor | None] = [None] * len(w)
+        grads: Sequence[Tensor | None] = [None] * len(mine)
         with full_precision(), torch.set_grad_enabled(graph):
             if total is not None:  # both losses in one backward pass
-                grads = torch.autograd.grad(total, list(w.values()), create_graph=graph, allow_unused=True)
-            to = self._update(z, {n: d for n, d in zip(w, grads, strict=True) if d is not None})
+                grads = torch.autograd.grad(total, list(mine.values()), create_graph=graph, allow_unused=True)
+            to = self._update(z, {n: d for n, d in zip(mine, grads, strict=True) if d is not None})
         if graph:
             self._watch.look([*weighted, *to.values()], z)
         if first:

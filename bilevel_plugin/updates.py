@@ -39,9 +39,11 @@ class Plain:
 class FromOptimizer:
     """The rule of an SGD, Adam or AdamW object, with its groups, options and present state."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], once: Callable[[Tensor], Tensor]
+    ) -> None:
         kind = _kind(optimizer)
-        self._optimizer, self._rule = optimizer, _RULES[kind]
+        self._optimizer, self._rule, self._once = optimizer, _RULES[kind], once
         self._names = [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
         self._kind = kind
         self.start: State = {}
@@ -76,7 +78,7 @@ class FromOptimizer:
         options = {key: value for key, value in group.items() if key != "params"}
         options["decoupled"] = group.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
         # schedulers write to a rate that is a tensor in place
-        return map_tensors(lambda x: x if x.requires_grad else x.clone(), options)
+        return map_tensors(lambda x: self._once(x) if x.requires_grad else x.clone(), options)
 
     def lacks(self, need: str) -> str | None:
         groups = self._optimizer.param_groups

@@ -19,6 +19,11 @@ class Engine(ABC):
 
     needs: ClassVar[tuple[str, ...]] = ()  # of solver and optimizer: "fixed point", "symmetry"
 
+    @property
+    def alone(self) -> str:
+        """Why it takes no group of processes, if it takes none."""
+        return ""
+
     @abstractmethod
     def tape(self) -> Tape:
         """A fresh record of one inner loop."""

@@ -25,6 +25,10 @@ class Forward(Engine):
     wrt: Sequence[Tensor] | None = None
     limit: int = 256
 
+    @property
+    def alone(self) -> str:
+        return "hypergrad='forward' would have to sum a tangent for each outer direction over the group, in every step"
+
     def tape(self) -> Tape:
         return _ForwardTape(self)
 

@@ -58,6 +58,10 @@ class Reverse(Engine):
                     "compile=, or bound the memory with checkpoint=."
                 )
 
+    @property
+    def alone(self) -> str:
+        return "a compiled step can't sum its direction over a group: leave out compile=" if self.compile else ""
+
     def tape(self) -> Tape:
         return _ReverseTape(self)
 
@@ -109,15 +113,16 @@ class _ReverseTape(Tape):
     def _weigh(self, phi: Phi, traced: Traced) -> Budget:
         """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""
         kind = phi.kind
+        state = sum(x.nbytes for x in traced.to.values())
         if kind not in self._weighed:
-            state = sum(x.nbytes for x in traced.to.values())
             self._weighed[kind] = state + graph_bytes(traced, phi.tensors())
-            memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
-            if memory is None:
-                memory = free(next(iter(traced.to.values())).device) // 2
-            self._budget = Budget(memory, max(self._weighed.values()), state)
+        memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
+        if memory is None:
+            memory = free(next(iter(traced.to.values())).device) // 2
+        heaviest, least = phi.largest(max(self._weighed.values()), -memory)  # the same plan on every rank
+        if self._budget is None or (heaviest, state) != (self._budget.graph, self._budget.state):
+            self._budget = Budget(-least, heaviest, state)
             self._budget.check()
-        assert self._budget is not None
         return self._budget
 
     def _fit(self, budget: Budget) -> None:
