@@ -52,11 +52,14 @@ def conv4(shape: Shape, width: int = 64) -> nn.Module:
 
 
 def conv4_pool(shape: Shape, width: int = 64) -> nn.Module:
-    """The same with a pooling layer in place of each stride (Vinyals et al. 2016): four times the arithmetic."""
+    """The same with a pooling layer in place of each stride (Vinyals et al. 2016): four times the arithmetic.
+
+    ReLU and pooling can change places; behind the pooling, ReLU has a quarter of the work.
+    """
     if min(_image(shape, "conv4-pool")[1:]) < 16:
         raise ValueError(f"recipes.models: conv4-pool halves its images four times; {shape} is too small: use conv4")
     return _blocks(
-        shape, width, lambda c: [nn.Conv2d(c, width, 3, 1, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2)]
+        shape, width, lambda c: [nn.Conv2d(c, width, 3, 1, 1), nn.BatchNorm2d(width), nn.MaxPool2d(2), nn.ReLU()]
     )
 
 

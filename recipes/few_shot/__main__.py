@@ -31,7 +31,7 @@ PAPER_SETTINGS: dict[str, Any] = {
     "s": 0.01,
     "eta": 1e-3,
     "no_decay": True,
-    "no_centre": True,
+    "features": "raw",
 }
 
 FLAGS: Flags = {
@@ -43,6 +43,7 @@ FLAGS: Flags = {
         ("ways", NUMBERS, "N", f"classes in a task; {GRID} (5)"),
         ("shots", NUMBERS, "N", f"images of each class to learn from; {GRID} (1)"),
         ("queries", int, "N", "images of each class to be judged by (10)"),
+        ("train-queries", int, "N", "the same in meta-training (as many)"),
     ],
     "method": [
         ("model", listing(str, list(ENCODERS)), "NAME", f"encoders: {', '.join(ENCODERS)}; {GRID} (conv4)"),
@@ -56,7 +57,11 @@ FLAGS: Flags = {
         ("outer-steps", int, "T", "meta-batches (300)"),
         ("eta", float, "ETA", "Adam's rate for the encoder (0.002)"),
         ("no-decay", bool, None, "keep that rate; without this flag it falls to 0 along half a cosine"),
-        ("no-centre", bool, None, "give the heads features as they are, not less their mean over the support set"),
+        (
+            "features", str, "HOW",
+            "what heads see. centred: features less their mean over the support set; sphere: that, scaled to one "
+            "length; raw: as they are (sphere)",
+        ),
         (
             "batchnorm", str, "HOW",
             "running: BatchNorm has running statistics at test time; task: those of the task's own images, support and "

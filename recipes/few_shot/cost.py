@@ -22,7 +22,7 @@ from ..malloc import keep_memory
 from ..models import ENCODERS, build_encoder
 from .episodes import Batch, Episodes, Images
 from .sources import SOURCES, load
-from .train import adapt_and_pull, centre, encode, encode_task, zero_head
+from .train import adapt_and_pull, encode, encode_task, sphere, zero_head
 
 Rule = bilevel.GD | bilevel.BiGSAM
 
@@ -36,7 +36,7 @@ def plain(encoder: nn.Module, batch: Batch, chunk: int) -> None:
 def together(encoder: nn.Module, batch: Batch, chunk: int, ways: int, steps: int, rule: Rule) -> None:
     """The recipe's outer step: features once, all heads at once, one trip back."""
     (x, y), (x_query, y_query) = batch
-    f, f_query = centre(*encode_task(encoder, x, x_query, chunk=chunk))
+    f, f_query = sphere(*encode_task(encoder, x, x_query, chunk=chunk))
     query = f_query, y_query
     adapt_and_pull((f, y), query, query, ways, steps, rule, "unroll")
 
@@ -44,7 +44,7 @@ def together(encoder: nn.Module, batch: Batch, chunk: int, ways: int, steps: int
 def one_by_one(encoder: nn.Module, batch: Batch, ways: int, steps: int, rule: Rule) -> None:
     """The usual loop: for each task its features, K differentiable steps by plain autograd, and back."""
     for x, y, x_query, y_query in zip(*batch[0], *batch[1], strict=True):
-        f, f_query = (part[0] for part in centre(encoder(x)[None], encoder(x_query)[None]))
+        f, f_query = (part[0] for part in sphere(encoder(x)[None], encoder(x_query)[None]))
         head = zero_head(f.shape[-1], ways)
         w: list[Tensor] = list(head.parameters())
         for k in range(1, steps + 1):
@@ -61,7 +61,7 @@ def by_higher(encoder: nn.Module, batch: Batch, ways: int, steps: int, rate: flo
     import higher
 
     for x, y, x_query, y_query in zip(*batch[0], *batch[1], strict=True):
-        f, f_query = (part[0] for part in centre(encoder(x)[None], encoder(x_query)[None]))
+        f, f_query = (part[0] for part in sphere(encoder(x)[None], encoder(x_query)[None]))
         head = zero_head(f.shape[-1], ways)
         sgd = torch.optim.SGD(head.parameters(), rate)
         with higher.innerloop_ctx(head, sgd, copy_initial_weights=False) as (model, optimizer):

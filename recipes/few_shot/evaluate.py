@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import bilevel_plugin as bilevel
 
 from .episodes import Images
-from .train import centre, chunk_size, encode, loss, zero_head
+from .train import chunk_size, encode, loss, prepare, zero_head
 
 AT_ONCE = 200  # tasks whose heads are adapted together
 
@@ -41,7 +41,7 @@ def evaluate(
     lr: float,
     steps: Sequence[int] = (5,),
     leaky: int = 0,
-    centred: bool = True,
+    features: str = "sphere",
     episodes: int = 600,
     batchnorm: str = "running",
     chunk: int = 220,
@@ -54,12 +54,12 @@ def evaluate(
     see the query labels as well, and are judged by the same; it is no measure of anything a user could do.
     """
     items = images.draw(episodes, ways, shots + queries, torch.Generator().manual_seed(seed))
-    f = features(encoder, images, items, batchnorm, chunk)
+    f = encoded(encoder, images, items, batchnorm, chunk)
     found: dict[str, list[Tensor]] = {}
     for part in f.split(AT_ONCE):
         support, query = part[:, :shots].flatten(1, 2), part[:, shots:].flatten(1, 2)
         nearest = nearest_mean(part[:, :shots].mean(1), query)
-        support, query = centre(support, query) if centred else (support, query)
+        support, query = prepare(features)(support, query)
         y, y_query = (torch.arange(ways, device=f.device).repeat(n).expand(len(part), -1) for n in (shots, queries))
         for name, right in {
             **adapted(support, y, query, y_query, ways, bilevel.GD(lr), steps),
@@ -71,7 +71,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def features(encoder: nn.Module, images: Images, items: Tensor, batchnorm: str, chunk: int) -> Tensor:
+def encoded(encoder: nn.Module, images: Images, items: Tensor, batchnorm: str, chunk: int) -> Tensor:
     """Features of items (tasks, samples, ways), each image encoded once where no other one has a say in it."""
     task = items[0].numel()
     size = chunk_size(batchnorm, chunk, task)

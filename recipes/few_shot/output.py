@@ -12,7 +12,7 @@ import torch
 
 from .. import plots, report, runs, tables
 from . import sources
-from .study import CELL, Settings, images, summary
+from .study import CELL, Settings, elsewhere, images, summary
 
 Record = dict[str, Any]
 LEGEND = (
@@ -30,7 +30,7 @@ def write(s: Settings, records: list[Record], folder: Path, command: str) -> tup
     found = {d: sources.load(d, s.data_root, s.download) for d in s.dataset}
     titles = {d: source.name for d, source in found.items()}
     runs.write_results(folder, command, s, data=titles, table=rows, runs=records)
-    runs.write_text(folder / "curves.csv", _curves_csv(records))
+    runs.write_text(folder / "curves.csv", _curves_csv([*records, *elsewhere(records)]))
     shown = blocks(rows, titles)
     runs.write_text(folder / "table.md", tables.markdown(shown))
     notes = [source.note for source in found.values() if source.note]
@@ -86,7 +86,7 @@ def _report(
 ) -> str:  # fmt: skip
     html = [f"<h3>{escape(title)}</h3>{report.table(head, lines)}" for title, head, lines in shown]
     sections = [("Table", "".join([*html, *map(report.text, [LEGEND, *notes])]))]
-    trained = [r for r in records if r["history"]]
+    trained = [r for r in [*records, *elsewhere(records)] if r["history"]]
     if trained:
         for name, axis, label in (("step", "step", "outer step"), ("time", "seconds", "seconds")):
             figure = curve_figure(trained, titles, axis, label, folder / f"accuracy_by_{name}")

@@ -36,6 +36,7 @@ class Settings:
     ways: tuple[int, ...] = (5,)
     shots: tuple[int, ...] = (1,)
     queries: int = 10
+    train_queries: int = 0  # 0: as many as in test
     model: tuple[str, ...] = ("conv4",)
     solvers: tuple[str, ...] = ("bigsam",)
     steps: tuple[int, ...] = (5,)
@@ -47,7 +48,7 @@ class Settings:
     outer_steps: int = 300
     eta: float = 2e-3
     no_decay: bool = False
-    no_centre: bool = False
+    features: str = "sphere"
     batchnorm: str = "running"
     chunk: int = 220
     also: tuple[str, ...] = ()  # other tasks to test an encoder on: "5x1" is 5-way 1-shot
@@ -132,9 +133,10 @@ def check(s: Settings) -> None:
             raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
     trained = list(itertools.product(s.ways, s.shots))
     for name in s.dataset:
-        for part, cells in (("train", trained), (s.test_on, [*trained, *map(cells_of, s.also)])):
+        tested = [*trained, *map(cells_of, s.also)]
+        for part, cells, queries in (("train", trained, train_queries(s)), (s.test_on, tested, s.queries)):
             for ways, shots in cells:
-                _images(s, name, part).draw(1, ways, shots + s.queries, torch.Generator())
+                _images(s, name, part).draw(1, ways, shots + queries, torch.Generator())
 
 
 def _images(s: Settings, dataset: str, part: str) -> Images:
@@ -145,14 +147,21 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     """One run: train the encoder, then measure it on tasks of new classes."""
     train, test = _images(s, job.dataset, "train"), _images(s, job.dataset, s.test_on)
     encoder = build_encoder(job.model, train.shape, job.seed).to(s.device)
-    episodes = Episodes(train, tasks(s, job), job.ways, job.shots, s.queries, job.seed)
-    common = {"centred": not s.no_centre, "batchnorm": s.batchnorm, "chunk": s.chunk}
+    episodes = Episodes(train, tasks(s, job), job.ways, job.shots, train_queries(s), job.seed)
+    common = {"features": s.features, "batchnorm": s.batchnorm, "chunk": s.chunk}
 
     def test_now(encoder: nn.Module, ways: int, shots: int, **options: Any) -> dict[str, Any]:
         # the mean over n times as many classes has n times less gradient for each: t goes with the ways
         lr = job.lr * ways / job.ways
         found = evaluate(encoder, test, ways, shots, s.queries, lr=lr, **options, **common)
         return {name: asdict(score) for name, score in found.items()}
+
+    others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
+
+    def test_all(encoder: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """On the tasks that it is trained for, and on the others."""
+        also = {cell: test_now(encoder, *cells_of(cell), **options) for cell in others}
+        return test_now(encoder, job.ways, job.shots, **options), also
 
     if job.method == UNTRAINED:
         trained, record = settle(encoder, episodes, s.chunk), {"seconds": 0.0, "history": []}
@@ -164,9 +173,11 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         def keep(now: Any) -> None:
             if now.step in stops:
                 quick = {"episodes": s.curve_episodes, "steps": (job.steps,)}
-                found = test_now(now.encoder, job.ways, job.shots, **quick)[str(job.steps)]
-                now.history.append({"step": now.step, "seconds": now.seconds, **found})
-                bar.set_postfix_str(f"accuracy {found['mean']:.1%}")
+                found, also = test_all(now.encoder, **quick)
+                at = {"step": now.step, "seconds": now.seconds}
+                here, there = found[str(job.steps)], {cell: scores[str(job.steps)] for cell, scores in also.items()}
+                now.history.append({**at, **here, "also": there})
+                bar.set_postfix_str(f"accuracy {here['mean']:.1%}")
             if now.step in stops or now.step % s.save_every == 0:
                 runs.save(path, now.state())
             bar.update()
@@ -181,10 +192,8 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     steps = tuple(sorted({*s.test_steps, job.steps}))
     # other tasks than those of the curve: seed 1
     whole: dict[str, Any] = {"episodes": s.test_episodes, "steps": steps, "leaky": job.steps, "seed": 1}
-    record |= {**asdict(job), "label": job.label, "scores": test_now(trained, job.ways, job.shots, **whole)}
-    others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
-    record["also"] = {cell: test_now(trained, *cells_of(cell), **whole) for cell in others}
-    record["tasks"] = episodes.tasks
+    scores, also = test_all(trained, **whole)
+    record |= {**asdict(job), "label": job.label, "scores": scores, "also": also, "tasks": episodes.tasks}
     state = {"record": record, "encoder": trained.state_dict()}
     runs.save(path, state)
     return state
@@ -200,7 +209,11 @@ def cells_of(text: str) -> tuple[int, int]:
 
 def tasks(s: Settings, job: Job) -> int:
     """Tasks in a meta-batch: cells with larger tasks get fewer of them, for the same work."""
-    return s.tasks or max(1, round(s.images / (job.ways * (job.shots + s.queries))))
+    return s.tasks or max(1, round(s.images / (job.ways * (job.shots + train_queries(s)))))
+
+
+def train_queries(s: Settings) -> int:
+    return s.train_queries or s.queries
 
 
 def settle(encoder: nn.Module, episodes: Episodes, chunk: int, batches: int = 20) -> nn.Module:
@@ -215,14 +228,15 @@ def settle(encoder: nn.Module, episodes: Episodes, chunk: int, batches: int = 20
 
 
 def elsewhere(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each test of an encoder on other tasks than it was trained on, under a label that says so."""
+    """A record for each test of an encoder on other tasks than it was trained on; `where` says on which it was."""
     found: list[dict[str, Any]] = []
     for r in records:
         how = "t of" if r["method"] == UNTRAINED else "trained"
         for cell, scores in r["also"].items():
             ways, shots = cells_of(cell)
-            label = f"{r['label']}, {how} {r['ways']}-way {r['shots']}-shot"
-            found.append({**r, "ways": ways, "shots": shots, "scores": scores, "label": label})
+            where = f", {how} {r['ways']}-way {r['shots']}-shot"
+            curve = [{**point, **point["also"][cell]} for point in r["history"]]
+            found.append({**r, "ways": ways, "shots": shots, "scores": scores, "where": where, "history": curve})
     return found
 
 
@@ -233,12 +247,13 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in [*records, *elsewhere(records)]:
-        rows.setdefault((*(r[k] for k in CELL), r["label"]), []).append(r)
+        rows.setdefault((*(r[k] for k in CELL), r["label"] + r.get("where", "")), []).append(r)
     out: list[dict[str, Any]] = []
-    for group in rows.values():
+    for (*_, label), group in rows.items():
         first = group[0]
-        row: dict[str, Any] = {k: first[k] for k in (*CELL, "label", "method", "steps", "every", "lr")}
-        row |= {"seeds": len(group), "seconds": float(np.mean([r["seconds"] for r in group])), "scores": {}}
+        row: dict[str, Any] = {k: first[k] for k in (*CELL, "method", "steps", "every", "lr")}
+        row |= {"label": label, "seeds": len(group), "scores": {}}
+        row["seconds"] = float(np.mean([r["seconds"] for r in group]))
         for name, score in first["scores"].items():
             means = [r["scores"][name]["mean"] for r in group]
             spread = score["interval"]

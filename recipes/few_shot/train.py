@@ -27,38 +27,42 @@ from ..models import autocast
 from .episodes import Batch, Pair
 
 Rule = Any  # a solver of bilevel_plugin
+LENGTH = 5.0  # of features on the sphere: with it t = 0.4 suits 5 ways, and 4.8 suits 60
 
 
 @dataclass(frozen=True)
 class Method:
     """How heads are adapted in meta-training.
 
-    rule: (t, s, every, progress) -> solver; progress is the share of meta-training that is done.
+    rule: (t, s, every, step) -> solver; step: outer steps done before.
     split: steps on g see one half of the queries of each class, and the outer loss is taken on the other half.
     """
 
-    rule: Callable[[float, float, int, float], Rule]
+    rule: Callable[[float, float, int, int], Rule]
     split: bool = False
 
 
-def annealed(progress: float, until: float = 0.5) -> Callable[[int], float]:
-    """α_k = 1 − (1 − k^−0.25)·(1 − progress/until): the paper's schedule at first, plain descent from `until` on."""
-    weight = max(0.0, 1 - progress / until)
+def annealed(step: int, until: int = 75) -> Callable[[int], float]:
+    """α_k = 1 − (1 − k^−0.25)·(1 − step/until): the paper's schedule at first, plain descent from `until` on.
+
+    Steps on g help an encoder that knows nothing yet, and cost one that does: a number of steps, not a share of them.
+    """
+    weight = max(0.0, 1 - step / until)
     return lambda k: 1 - weight * (1 - k**-0.25)
 
 
-def _bigsam(alpha: Callable[[float], Callable[[int], float]], split: bool = False) -> Method:
-    return Method(lambda t, s, every, progress: bilevel.BiGSAM(t, s, alpha(progress), every), split)
+def _bigsam(alpha: Callable[[int], Callable[[int], float]], split: bool = False) -> Method:
+    return Method(lambda t, s, every, step: bilevel.BiGSAM(t, s, alpha(step), every), split)
 
 
 SOLVERS: dict[str, Method] = {
-    "gd": Method(lambda t, s, every, progress: bilevel.GD(t)),
+    "gd": Method(lambda t, s, every, step: bilevel.GD(t)),
     "bigsam": _bigsam(annealed),
-    "bigsam-paper": _bigsam(lambda progress: bilevel.power(0.25)),
-    "bigsam-convergent": _bigsam(lambda progress: bilevel.convergent()),
+    "bigsam-paper": _bigsam(lambda step: bilevel.power(0.25)),
+    "bigsam-convergent": _bigsam(lambda step: bilevel.convergent()),
     "bigsam-split": _bigsam(annealed, split=True),
-    "bigsam-paper-split": _bigsam(lambda progress: bilevel.power(0.25), split=True),
-    "bigsam-convergent-split": _bigsam(lambda progress: bilevel.convergent(), split=True),
+    "bigsam-paper-split": _bigsam(lambda step: bilevel.power(0.25), split=True),
+    "bigsam-convergent-split": _bigsam(lambda step: bilevel.convergent(), split=True),
 }
 
 
@@ -95,7 +99,7 @@ def meta_train(
     outer_steps: int = 1000,
     eta: float = 2e-3,
     decay: bool = True,
-    centred: bool = True,
+    features: str = "sphere",
     batchnorm: str = "running",
     chunk: int = 220,
     hypergrad: Any = "unroll",
@@ -111,7 +115,7 @@ def meta_train(
     ways: classes in a task. solver: a name of SOLVERS, or a solver object that has its rates.
     steps: inner steps K. lr: their rate t on h. s: their rate on g (t). every: a step on g every E-th time.
     eta: Adam's rate; decay: let it fall to 0 over the training, along half a cosine.
-    centred: heads see features less their mean, see `centre`. batchnorm, chunk: see `encode`.
+    features: what heads see of them, a name of FEATURES. batchnorm, chunk: see `encode`.
     hypergrad: heads are small, so that their K graphs cost less than a second run of the steps.
     bf16: autocast of the encoder. seed: of what the encoder draws (dropout).
     state, on_step: on_step gets a Moment after each outer step; give its state() back as state to go on from there.
@@ -119,6 +123,7 @@ def meta_train(
     method = SOLVERS.get(solver) if isinstance(solver, str) else None
     if isinstance(solver, str) and method is None:
         raise ValueError(f"recipes.few_shot: no solver {solver!r}; one of {', '.join(SOLVERS)}, or an object")
+    seen_by_heads = prepare(features)
     encoder = copy.deepcopy(encoder).train()
     adam = torch.optim.Adam(encoder.parameters(), eta)
     history, done, spent = list[dict[str, Any]](), 0, 0.0
@@ -129,17 +134,17 @@ def meta_train(
         if "episodes" in state:
             episodes.load_state_dict(state["episodes"])  # type: ignore[attr-defined]
 
-    def outer_step(batch: Batch, progress: float) -> None:
+    def outer_step(batch: Batch, step: int) -> None:
         (x, y), (x_query, y_query) = batch
         with autocast(x.device, bf16):
             f, f_query = encode_task(encoder, x, x_query, batchnorm, chunk)
-        f, f_query = centre(f, f_query) if centred else (f, f_query)
-        rule = solver if method is None else method.rule(lr, lr if s is None else s, every, progress)
+        f, f_query = seen_by_heads(f, f_query)
+        rule = solver if method is None else method.rule(lr, lr if s is None else s, every, step)
         seen, judged = halves(f_query, y_query) if method and method.split else ((f_query, y_query),) * 2
         adam.zero_grad()
         adapt_and_pull((f, y), seen, judged, ways, steps, rule, hypergrad)
         for group in adam.param_groups:
-            group["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * progress) if decay else 1.0)
+            group["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * step / outer_steps) if decay else 1.0)
         adam.step()
 
     source = iter(episodes)
@@ -147,7 +152,7 @@ def meta_train(
         begin = time.perf_counter()
         with torch.random.fork_rng(_cuda(encoder)):
             torch.manual_seed(1_000_003 * seed + step)  # so that a resumed run draws the same
-            outer_step(next(source), step / outer_steps)
+            outer_step(next(source), step)
         spent += time.perf_counter() - begin
         if on_step is not None:
 
@@ -198,6 +203,29 @@ def centre(f: Tensor, f_query: Tensor) -> tuple[Tensor, Tensor]:
     """
     mean = f.mean(1, keepdim=True)
     return f - mean, f_query - mean
+
+
+def sphere(f: Tensor, f_query: Tensor) -> tuple[Tensor, Tensor]:
+    """Features less their mean, each scaled to the same length.
+
+    A head's first step from zero goes along the class means, so that its scores are then cosines: no image, and no
+    class, weighs more than another, and one rate t suits encoders of any width at any stage of training.
+    """
+    f, f_query = (LENGTH * F.normalize(part, dim=-1) for part in centre(f, f_query))
+    return f, f_query
+
+
+FEATURES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "sphere": sphere,
+    "centred": centre,
+    "raw": lambda f, f_query: (f, f_query),
+}
+
+
+def prepare(features: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    if features not in FEATURES:
+        raise ValueError(f"recipes.few_shot: features are one of {', '.join(FEATURES)}; got {features!r}")
+    return FEATURES[features]
 
 
 def encode_task(

@@ -45,7 +45,8 @@ def test_a_study_leaves_everything_behind(tmp_path: Path, capsys: pytest.Capture
 
     with open(out / "curves.csv", newline="") as handle:
         curves = list(csv.DictReader(handle))
-    assert [int(c["step"]) for c in curves] == [2, 4] * 12
+    assert [int(c["step"]) for c in curves] == [2, 4] * 2 * (1 + 2) * (2 + 1 + 2)  # seeds, methods, cells as above
+    assert len({c["mean"] for c in curves if c["ways"] in "34"}) > 10  # each cell has a curve of its own
     page = (out / "report.html").read_text()
     assert page.count("<img") == 2 + 3 * 3  # curves; support and two queries of three classes
     assert not re.search(r'(src|href)="(?!data:)', page)
@@ -95,6 +96,8 @@ def test_other_settings_are_not_resumed_and_a_finished_run_is_not_done_again(
         (["--test-on", "val"], "has no split 'val'"),
         (["--batchnorm", "batch", *SMALL], "'running' or 'task'"),
         (["--images", "0"], "--images must be at least 1"),
+        (["--train-queries", "200"], "5 ways with 201 images of each class"),
+        (["--features", "flat", *SMALL], "one of sphere, centred, raw; got 'flat'"),
         (["--eta", "1e30", *SMALL], "a smaller --lr or --eta"),
     ],
 )
@@ -118,7 +121,7 @@ def test_help_explains_each_flag_and_each_setting_has_one() -> None:
     actions = [a for a in parser()._actions if a.option_strings]
     assert all(a.help for a in actions)
     assert set(Settings.__dataclass_fields__) <= {a.dest for a in actions}
-    assert "--solvers gd,bigsam-paper --lr 0.01 --s 0.01 --eta 0.001 --no-decay --no-centre" in " ".join(
+    assert "--solvers gd,bigsam-paper --lr 0.01 --s 0.01 --eta 0.001 --no-decay --features raw" in " ".join(
         parser().format_help().split()
     )
     shared = {flag for group in CLEANING_FLAGS.values() for flag, *_ in group}
