@@ -17,8 +17,9 @@ from .train import SOLVERS
 
 EXAMPLES = """examples:
   python -m recipes.few_shot                                       digits and their turns as classes, in seconds
-  python -m recipes.few_shot --dataset omniglot --data-root DATA --ways 5 --shots 1 --solvers gd,bigsam \\
-      --outer-steps 2000 --out runs/omniglot
+  python -m recipes.few_shot --dataset omniglot --data-root DATA --model conv4-pool --ways 60 --train-queries 5 \\
+      --images 360 --chunk 360 --lr 4.8 --outer-steps 4000 --also 5x1,20x1 --solvers gd,bigsam --out runs/omniglot
+      many ways in training, tested with fewer: what learns fastest; --bf16 if the processor has it
   python -m recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
       the paper's rates
   python -m recipes.few_shot --dataset mini-imagenet --data-root DATA --model resnet18 --tasks 4

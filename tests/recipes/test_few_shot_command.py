@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from recipes import runs
 from recipes.data_cleaning.__main__ import FLAGS as CLEANING_FLAGS
 from recipes.few_shot import cost
 from recipes.few_shot.__main__ import main, parser, settings
-from recipes.few_shot.study import Settings, fingerprint, jobs, run, summary
+from recipes.few_shot.study import Settings, fingerprint, jobs, run, summary, tasks
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--tasks", "3", "--outer-steps", "4", "--queries", "4", "--steps", "3", "--test-episodes", "20"]
@@ -139,6 +140,12 @@ def test_jobs_do_not_collide_and_every_says_nothing_about_gd() -> None:
     )
     assert sum(j.method == "gd" for j in grid) == 4
     assert len({j.file for j in grid}) == len(grid) == 2 * 2 * (1 + 1 + 2)
+
+
+def test_training_tasks_can_have_fewer_queries_and_are_then_more() -> None:
+    s = Settings(images=880)
+    job = next(jobs(s))
+    assert (tasks(s, job), tasks(replace(s, train_queries=3), job)) == (16, 44)
 
 
 def test_the_interval_of_one_seed_is_that_of_its_tasks() -> None:
