@@ -134,3 +134,164 @@ def test_one_decorated_function_in_two_threads() -> None:
     for _ in range(3):
         together = at_once(lambda: train(20), lambda: train(5))
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+# --- nesting ---------------------------------------------------------------------------------------------------
+
+
+class Levels:
+    """Three levels in float64: u(w, λ) after 3 steps, w(λ) after 3 steps whose loss is taken at u, and g at w and u.
+
+    With smooth losses that are no quadratics, so that third derivatives matter.
+    """
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        f = {"dtype": torch.float64}
+        self.lam = torch.randn(3, **f).requires_grad_()
+        self.u, self.w = Vector(torch.randn(3, **f)), Vector(torch.randn(3, **f))
+        self.c = torch.randn(3, **f)
+
+    def lowest(self, w: Tensor) -> Callable[[nn.Module], Tensor]:
+        return lambda model: (model.w * w).sin().sum() + (model.w - self.lam).square().sum()
+
+    def solve_u(self, w: Tensor) -> Tensor:
+        """The loop inside the loss: its result has a graph, through w, to λ."""
+        h = self.lowest(w)
+        with bilevel.inner(self.u, h, h, solver="gd", lr=0.2, hypergrad="unroll") as loop:
+            loop.run(3)
+            return loop.weights["w"]
+
+    def h(self, model: nn.Module) -> Tensor:
+        return (self.solve_u(model.w) * model.w).tanh().sum() + (model.w - self.lam.exp()).square().sum() / 4
+
+    def g(self, model: nn.Module) -> Tensor:
+        return (self.solve_u(model.w) - self.c).square().sum() + model.w.cos().sum()
+
+    def value(self) -> float:
+        with bilevel.inner(self.w, self.h, self.g, lr=0.2) as loop:
+            loop.run(3)
+            return float(loop.value)
+
+    def by_hand(self) -> Tensor:
+        """The same as plain autograd over plain loops."""
+
+        def descend(w: Tensor, loss: Callable[[Tensor], Tensor], rate: float) -> Tensor:
+            return w - rate * torch.autograd.grad(loss(w), w, create_graph=True)[0]
+
+        def solve_u(w: Tensor) -> Tensor:
+            u = self.u.w.clone()  # of its own: from the second step on, w depends on the parameter too
+            for _ in range(3):
+                u = descend(u, lambda u: (u * w).sin().sum() + (u - self.lam).square().sum(), 0.2)
+            return u
+
+        h = lambda w: (solve_u(w) * w).tanh().sum() + (w - self.lam.exp()).square().sum() / 4
+        g = lambda w: (solve_u(w) - self.c).square().sum() + w.cos().sum()
+        w: Tensor = self.w.w
+        for k in (1, 2, 3):
+            alpha = k**-0.25
+            w = descend(w, lambda w, a=alpha: a * h(w) + (1 - a) * g(w), 0.2)
+        return torch.autograd.grad(g(w), self.lam)[0]
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse(memory="1MiB")])
+def test_three_levels(engine: Any) -> None:
+    levels = Levels()
+    before = [levels.u.w.detach().clone(), levels.w.w.detach().clone()]
+    with bilevel.inner(levels.w, levels.h, levels.g, lr=0.2, hypergrad=engine) as loop:
+        loop.run(3)
+        grad = loop.hypergrad(levels.lam)
+    assert relative(grad, levels.by_hand()) < 1e-12
+    v = torch.randn_like(grad)
+    slope = differences(levels.value, levels.lam, v)
+    assert abs(slope - float(grad @ v)) < 1e-8 * abs(slope)
+    assert torch.equal(levels.u.w, before[0])
+    assert torch.equal(levels.w.w, before[1])
+
+
+def test_a_loop_inside_a_loss_on_the_same_module() -> None:
+    """The inner block starts from the weights that are in the module at that moment, attached to them."""
+    model, lam = Vector(torch.ones(2, dtype=torch.float64)), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    task = lambda m: (m.w - lam).square().sum()
+
+    def after_two(m: nn.Module) -> Tensor:
+        with bilevel.inner(m, task, task, solver="gd", lr=0.1, hypergrad="unroll") as loop:
+            loop.run(2)
+            return (loop.weights["w"] ** 3).sum()
+
+    def value() -> float:
+        with bilevel.inner(model, after_two, task, solver="gd", lr=0.1) as loop:
+            loop.run(3)
+            return float(loop.value)
+
+    with bilevel.inner(model, after_two, task, solver="gd", lr=0.1) as loop:
+        loop.run(3)
+        grad = loop.hypergrad(lam)
+    assert torch.equal(model.w, torch.ones(2, dtype=torch.float64))
+    assert float(grad) == pytest.approx(differences(value, lam, torch.ones_like(lam)), rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward"])
+def test_under_no_grad_as_without(engine: str) -> None:
+    p = problem("mlp", 1)
+    plain = solve(*p, engine)
+    with torch.no_grad():
+        assert torch.equal(solve(*p, engine), plain)
+        assert not torch.is_grad_enabled()
+
+
+# --- Lightning -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning's own making: workers, loggers, sanity checks
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_in_a_manual_step_of_lightning(precision: Any, tmp_path: Any) -> None:
+    """Three outer steps under its Trainer give the weights of three outer steps without it."""
+    from recipes.vision import torchvision
+
+    torchvision("transforms")  # which Lightning imports through torchmetrics, and can't beside a CPU-only torch
+    L = pytest.importorskip("lightning")
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+            self.lam = nn.Parameter(torch.zeros(12))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam([self.lam], 0.1)
+
+        def outer_step(self, adam: Any, x: Tensor, y: Tensor, i: Tensor) -> None:
+            def h(model: nn.Module) -> Tensor:
+                return (torch.sigmoid(self.lam[i]) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+            adam.zero_grad()
+            with bilevel.inner(self.net, h, lambda m: F.cross_entropy(m(x), y), lr=0.5) as loop:
+                loop.run(4)
+                loop.backward()
+            adam.step()
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.outer_step(self.optimizers(), *batch)
+
+    x, y, i = torch.randn(12, 4), torch.randint(2, (12,)), torch.arange(12)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y, i), batch_size=4)
+    plain, module = Module(), Module()
+    adam = plain.configure_optimizers()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        for batch in loader:
+            plain.outer_step(adam, *batch)
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = L.Trainer(max_epochs=1, accelerator="cpu", devices=1, precision=precision, default_root_dir=tmp_path,
+                        num_sanity_val_steps=0, **quiet)  # fmt: skip
+    trainer.fit(module, loader)
+    assert module.lam.abs().max() > 0.1
+    assert torch.equal(plain.lam, module.lam)
+    assert all(torch.equal(a, b) for a, b in zip(plain.net.parameters(), module.net.parameters(), strict=True))
