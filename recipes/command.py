@@ -108,6 +108,8 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         recipe.check(s)  # before anything is written: a wrong path is the commonest mistake
         runs.open_folder(args.out, recipe.fingerprint(s), args.resume)
         records = recipe.run(s, args.out, args.quiet)
+        command = shlex.join(["python", "-m", recipe.module, *(a for a in argv if a != "--resume")])
+        table, page = recipe.write(s, records, args.out, command)
     except KeyboardInterrupt:
         print(f"\nstopped; the same command with --resume goes on from {args.out}", file=sys.stderr)
         return 130
@@ -115,8 +117,6 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         hint = recipe.hint if isinstance(error, FloatingPointError) else ""
         print(f"{p.prog}: error: {error}{hint}", file=sys.stderr)
         return 2
-    command = shlex.join(["python", "-m", recipe.module, *(a for a in argv if a != "--resume")])
-    table, page = recipe.write(s, records, args.out, command)
     print(table)
     print(f"\n{time.perf_counter() - begin:.0f} s; {recipe.writes} are in {args.out}")
     print(page)

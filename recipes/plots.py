@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
+
+from .runs import write
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000"]
@@ -108,7 +111,9 @@ def confusion(ax: Axes, table: Any, classes: Sequence[str], xlabel: str, ylabel:
 def save(figure: Figure, path: Path) -> Path:
     """Write path.png and path.svg, close the figure, and return the .png."""
     with plt.rc_context(_STYLE):
-        figure.savefig(path.with_suffix(".png"), dpi=130)
-        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        for kind, options in (("png", {"dpi": 130}), ("svg", {"metadata": {"Date": None}})):
+            content = io.BytesIO()
+            figure.savefig(content, format=kind, **options)
+            write(path.with_suffix(f".{kind}"), content.getvalue())
     plt.close(figure)
     return path.with_suffix(".png")

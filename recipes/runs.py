@@ -8,6 +8,8 @@ import os
 import platform
 import re
 import resource
+import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -21,19 +23,33 @@ from tqdm import tqdm
 from . import tables
 
 
+FORMAT = 1  # of a checkpoint; another number is not read
+
+
 def write(path: Path, content: bytes) -> None:
     """Write a file so that a kill at any moment leaves the old one or the new one: temp, fsync, rename."""
     temp = path.with_name(f".{path.name}.tmp")
-    with open(temp, "wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    os.replace(temp, path)
-    folder = os.open(path.parent, os.O_RDONLY)  # the rename itself must survive a power cut too
     try:
-        os.fsync(folder)
+        with open(temp, "wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temp, path)
+    except OSError as error:
+        temp.unlink(missing_ok=True)
+        why = error.strerror or str(error)
+        raise OSError(f"recipes: {path} can't be written ({why}); what was there before is kept. Make room, or see to the "
+                      "folder's permissions, and go on with --resume") from error  # fmt: skip
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """A rename itself must survive a power cut too."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
-        os.close(folder)
+        os.close(handle)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -41,22 +57,68 @@ def write_text(path: Path, text: str) -> None:
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """A checkpoint of tensors and plain values."""
+    """A checkpoint of tensors and plain values. The one before it is kept beside it, in case the disk damages this."""
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save({"format": FORMAT, **state}, buffer)
+    if path.is_file():
+        link = path.with_name(f".{path.name}.link")
+        link.unlink(missing_ok=True)
+        try:
+            os.link(path, link)
+        except OSError:  # a file system without links, or a full one: then there is no second copy
+            pass
+        else:
+            os.replace(link, before(path))
     write(path, buffer.getvalue())
 
 
+def before(path: Path) -> Path:
+    """Where the checkpoint before the last one is."""
+    return path.with_name(f"{path.name}.before")
+
+
 def load(path: Path) -> dict[str, Any] | None:
-    """The checkpoint, or None where there is none; never unpickles code (`weights_only=True`)."""
+    """The checkpoint, or None where there is none; never unpickles code (`weights_only=True`).
+
+    If it is damaged, the one before it: a run that goes on from there comes to the same result.
+    """
     if not path.is_file():
         return None
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises half a dozen kinds here
+        return _load(path)
+    except _Damaged as error:
+        try:
+            state = _load(before(path))
+        except (_Damaged, FileNotFoundError):
+            raise ValueError(
+                f"recipes: {path} is not a readable checkpoint ({error}); delete it to redo this run"
+            ) from error
+        print(f"recipes: {path} is damaged ({error}); going on from the one before it", file=sys.stderr)
+        return state
+
+
+class _Damaged(Exception):
+    """A file that is no whole checkpoint."""
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as whole:  # torch.load does not look at the checksums that torch.save writes
+            broken = whole.testzip()
+        state: Any = None if broken else torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # zipfile and torch raise a dozen kinds here
+        raise _Damaged(str(error).split("\n")[0]) from error
+    if broken:
+        raise _Damaged(f"the checksum of {broken} is wrong")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise ValueError(
-            f"recipes: {path} is not a readable checkpoint ({error}); delete it to redo this run"
-        ) from error
+            f"recipes: {path} was written by another version of the recipes (format {found}; this one reads {FORMAT}); "
+            "finish the run with that version, or begin one in a new --out"
+        )
+    return {k: v for k, v in state.items() if k != "format"}
 
 
 def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
@@ -65,7 +127,10 @@ def open_folder(folder: Path, settings: dict[str, Any], resume: bool) -> None:
     if file.is_file():
         if not resume:
             raise FileExistsError(f"recipes: {folder} holds a run; pass --resume to go on with it, or another --out")
-        had = json.loads(file.read_text())
+        try:
+            had = dict(json.loads(file.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"recipes: {file} is damaged ({error}); give a new --out") from error
         changed = [k for k in wanted.keys() | had.keys() if wanted.get(k) != had.get(k)]
         if changed:
             what = ", ".join(f"{k}: {had.get(k)!r} then, {wanted.get(k)!r} now" for k in sorted(changed))
