@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import lzma
+import math
+import os
 import tarfile
 import zipfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,8 +27,12 @@ from .vision import torchvision
 
 Array = NDArray[Any]
 
-# What the decompressors and parsers raise on a file that is damaged or cut short.
-_DAMAGE = (EOFError, OSError, ValueError, KeyError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error)
+# No file of the public data sets has more once it is unpacked; a few kilobytes can claim to be terabytes.
+_MOST = 2**28
+# Of an .npz: more than this, and far more than the file itself has, is no data set.
+_MOST_UNPACKED, _MOST_RATIO = 2**30, 100
+# The formats of images that are read: no other of Pillow's decoders, one of which runs a program (EPS, Ghostscript).
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 
 @dataclass(frozen=True)
@@ -139,24 +146,13 @@ def own_npz(path: Path) -> Images:
 
 def own_csv(path: Path, root: Path | None = None, image_size: int | None = None) -> Images:
     """A CSV with columns file, label, checked (0 or 1) and optionally test, truth; files lie beside it or in root."""
-    from PIL import Image, UnidentifiedImageError
-
-    with open(path, newline="", encoding="utf-8") as handle:
-        rows = list(csv.DictReader(handle))
-    if not rows or not {"file", "label", "checked"} <= rows[0].keys():
-        raise ValueError(f"recipes.data: {path} needs a header with file, label, checked, and at least one row")
+    rows = read_csv(path, ("file", "label", "checked"))
     pictures: list[Array] = []
     for row in rows:
-        file = (root or path.parent) / row["file"]
-        try:
-            with Image.open(file) as image:
-                picture = image.convert("L" if image.mode in ("1", "L") else "RGB")
-        except FileNotFoundError:
-            raise FileNotFoundError(
-                f"recipes.data: {path} names {row['file']}, which is not in {file.parent}"
-            ) from None
-        except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise ValueError(f"recipes.data: {file} is not a readable image ({error})") from error
+        file = inside(root or path.parent, row["file"], path)
+        if not file.is_file():
+            raise FileNotFoundError(f"recipes.data: {path} names {row['file']}, which is not in {file.parent}")
+        picture = read_picture(file)
         if image_size:
             picture = picture.resize((image_size, image_size))
         pictures.append(np.asarray(picture))
@@ -192,13 +188,24 @@ def _not(mark: Array | None, rows: list[Any]) -> Array:
 def _own(
     name: str, x: Array, y: Array, checked: Any, test: Array | None, truth: Array | None, classes: list[str] | None
 ) -> Images:
-    n = len(x)
+    n = len(x) if x.ndim else 0
+    if n == 0 or x.size == 0:
+        raise ValueError(f"recipes.data: {name}: x is empty, of shape {x.shape}; it needs a row for each sample")
     for key, value in {"y": y, "checked": checked, "test": test, "truth": truth}.items():
         if value is not None and value.shape != (n,):
             raise ValueError(f"recipes.data: {name}: {key} has shape {value.shape}; x has {n} rows, so ({n},) is due")
     for key, value in {"y": y, "truth": truth}.items():
         if value is not None and not (np.issubdtype(value.dtype, np.integer) and value.min() >= 0):
             raise ValueError(f"recipes.data: {name}: {key} must hold integers from 0; got {value.dtype}")
+        if value is not None and int(value.max()) >= max(n, len(classes or ())):
+            raise ValueError(
+                f"recipes.data: {name}: {key} goes up to {value.max()}, with {n} rows; number the classes 0, 1, 2, …"
+            )
+    for key, value in {"checked": checked, "test": test}.items():
+        if value is not None and not np.isin(value, (0, 1)).all():
+            raise ValueError(f"recipes.data: {name}: {key} must hold booleans, or 0 and 1; got {value.dtype}")
+    if x.dtype.kind not in "biuf":
+        raise ValueError(f"recipes.data: {name}: x must hold numbers; got {x.dtype}")
     if x.ndim not in (2, 3, 4) or (x.ndim == 4 and x.shape[-1] not in (1, 3)):
         raise ValueError(f"recipes.data: {name}: x is N × D, N × H × W or N × H × W × 3; got {x.shape}")
     if x.ndim > 2 and x.dtype != np.uint8:
@@ -244,14 +251,18 @@ def _mnist(folder: str, title: str, classes: list[str]) -> Callable[[Path | None
             read_idx(member(home, f"{folder}.tar.xz", f"{folder}/raw/{part}-ubyte"), f"{folder} {part}")
             for part in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
         )
-        return Images(title, x, y.astype(np.int64), classes, x_test, y_test.astype(np.int64))
+        y, y_test = _labels(home / folder, x, y), _labels(home / folder, x_test, y_test)
+        return Images(title, x, y, classes, x_test, y_test)
 
     return read
 
 
 def _qmnist_labels(home: Path, part: str) -> Array:
     name = f"qmnist-{part}-labels-idx2-int"
-    return read_idx(member(home, "QMNIST-labels-only.tar.xz", f"QMNIST/raw/{name}"), name)[:, 0].astype(np.int64)
+    table = read_idx(member(home, "QMNIST-labels-only.tar.xz", f"QMNIST/raw/{name}"), name)
+    if table.ndim != 2 or table.shape[1] < 1:
+        raise ValueError(f"recipes.data: {name} holds a table of shape {table.shape}; N × 8 is due: fetch it again")
+    return table[:, 0].astype(np.int64)
 
 
 def _qmnist(root: Path | None, download: bool) -> Images:
@@ -266,14 +277,16 @@ def _qmnist(root: Path | None, download: bool) -> Images:
             f"{error}. Where only QMNIST's labels are at hand, --dataset mnist-qmnist-labels pairs them with MNIST's "
             "images, and says so"
         ) from None
-    y, y_test = _qmnist_labels(home, "train"), _qmnist_labels(home, "test")
+    y, y_test = (_labels(home, a, _qmnist_labels(home, part)) for a, part in ((x, "train"), (x_test, "test")))
     return Images("QMNIST", x, y, list("0123456789"), x_test, y_test)
 
 
 def _mnist_qmnist_labels(root: Path | None, download: bool) -> Images:
     mnist = READERS["mnist"](root, download)
     home = _fetch("QMNIST", root, download)
-    y, y_test = _qmnist_labels(home, "train"), _qmnist_labels(home, "test")[: len(mnist.x_test)]  # type: ignore[arg-type]
+    x_test: Any = mnist.x_test
+    y = _labels(home, mnist.x, _qmnist_labels(home, "train"))
+    y_test = _labels(home, x_test, _qmnist_labels(home, "test")[: len(x_test)])
     title = "MNIST images with QMNIST labels"
     return Images(title, mnist.x, y, mnist.classes, mnist.x_test, y_test, note="The images are MNIST's, not QMNIST's.")
 
@@ -281,11 +294,14 @@ def _mnist_qmnist_labels(root: Path | None, download: bool) -> Images:
 def _svhn(root: Path | None, download: bool) -> Images:
     home, classes = root or Path("data"), list("0123456789")
     if (home / "SVHN_subset.npz").is_file():
-        p = read_npz(home / "SVHN_subset.npz")
+        p = read_npz(home / "SVHN_subset.npz", "x_train", "y_train", "x_test", "y_test", "house_test")
+        for part in ("train", "test"):
+            p[f"y_{part}"] = _labels(home / "SVHN_subset.npz", p[f"x_{part}"], p[f"y_{part}"])
         note = "SVHN: 7,136 digits of the official test set, split by photograph; tested on 1,083 of the training set."
         return Images("SVHN (subset)", p["x_test"], p["y_test"].astype(np.int64), classes, p["x_train"],
                       p["y_train"].astype(np.int64), p["house_test"], sizes=(3569, 3500), note=note)  # fmt: skip
-    parts = [torchvision("datasets").SVHN(str(home), split=s, download=download) for s in ("train", "test")]
+    with fetching(home):  # torchvision reads the .mat files only if their hashes are right
+        parts = [torchvision("datasets").SVHN(str(home), split=s, download=download) for s in ("train", "test")]
     x, x_test = (np.ascontiguousarray(p.data.transpose(0, 2, 3, 1)) for p in parts)
     y, y_test = (np.asarray(p.labels, dtype=np.int64) for p in parts)
     # The 32 × 32 files do not say which photograph a digit is from, but keep their order: split by runs of 64.
@@ -296,22 +312,26 @@ def _svhn(root: Path | None, download: bool) -> Images:
 def _cifar10(root: Path | None, download: bool) -> Images:
     home = root or Path("data")
     if (home / "CIFAR10_subset.npz").is_file():
-        p = read_npz(home / "CIFAR10_subset.npz")
+        p = read_npz(home / "CIFAR10_subset.npz", "x_train", "y_train", "x_test", "y_test")
+        for part in ("train", "test"):
+            p[f"y_{part}"] = _labels(home / "CIFAR10_subset.npz", p[f"x_{part}"], p[f"y_{part}"])
         note = "CIFAR-10: training images 0-19,999 and test images 0-1,016 of the official set."
         return Images("CIFAR-10 (subset)", p["x_train"], p["y_train"].astype(np.int64), _CIFAR, p["x_test"],
                       p["y_test"].astype(np.int64), note=note)  # fmt: skip
     # torchvision's own reader unpickles; the official binary version holds the same images without pickle.
     folder, archive = "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
     if download and not (home / archive).is_file():
-        torchvision("datasets.utils").download_url(
-            f"https://www.cs.toronto.edu/~kriz/{archive}", str(home), md5="c32a1d4ab5d03f1284b67883e8d87530"
-        )
+        with fetching(home):
+            torchvision("datasets.utils").download_url(
+                f"https://www.cs.toronto.edu/~kriz/{archive}", str(home), md5="c32a1d4ab5d03f1284b67883e8d87530"
+            )
     names = [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
     raw = [member(home, archive, f"{folder}/{name}.bin") for name in names]
     if any(len(r) != 3073 * 10000 for r in raw):
         raise ValueError(f"recipes.data: a file of {home / folder} is damaged or cut short; fetch it again")
     table = np.frombuffer(b"".join(raw), np.uint8).reshape(60000, 3073)
     x, y = table[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), table[:, 0].astype(np.int64)
+    y = _labels(home / folder, x, y)
     return Images("CIFAR-10", x[:50000], y[:50000], _CIFAR, x[50000:], y[50000:])
 
 
@@ -334,31 +354,72 @@ def _fetch(folder: str, root: Path | None, download: bool) -> Path:
     home = root or Path("data")
     if download and not (home / folder / "raw").is_dir():
         kind = getattr(torchvision("datasets"), folder)
-        for part in ({"what": "train"}, {"what": "test"}) if folder == "QMNIST" else ({},):
-            kind(str(home), download=True, **part)
+        with fetching(home):
+            for part in ({"what": "train"}, {"what": "test"}) if folder == "QMNIST" else ({},):
+                kind(str(home), download=True, **part)
     return home
+
+
+@contextmanager
+def fetching(home: Path) -> Generator[None]:
+    """torchvision checks the hash of what it fetches; what it says if that, or the network, fails, becomes our error."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(
+            f"recipes.data: torchvision could not get the files of {home} ({error}); try --download again, or put the "
+            "files there yourself"
+        ) from error
+
+
+def _labels(where: Path, x: Array, y: Array) -> Array:
+    """The labels of ten classes, one for each image."""
+    if x.dtype != np.uint8 or x.ndim not in (3, 4) or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+        raise ValueError(
+            f"recipes.data: {where} has images of {x.dtype} {x.shape} and labels of {y.dtype} {y.shape}; one label for "
+            "each uint8 image is due: fetch the files again"
+        )
+    if len(y) == 0 or y.min() < 0 or y.max() > 9:
+        raise ValueError(f"recipes.data: {where} has labels outside of 0 to 9, or none; fetch the files again")
+    return y.astype(np.int64)
 
 
 def member(home: Path, archive: str, name: str) -> bytes:
     """The bytes of ROOT/name, of ROOT/name.gz, or of that member of ROOT/archive."""
     plain, zipped, packed = home / name, home / f"{name}.gz", home / archive
-    if plain.is_file():
-        return plain.read_bytes()
-    source = zipped if zipped.is_file() else packed
-    if not source.is_file():
+    source = next((file for file in (plain, zipped, packed) if file.is_file()), None)
+    if source is None:
         raise FileNotFoundError(
             f"recipes.data: none of {plain}, {zipped.name}, {packed} exists; give --data-root, or --download"
         )
+    opened: Any = {".gz": gzip.open, ".xz": lzma.open}.get(source.suffix, open)
     try:
-        if source is zipped:
-            return gzip.decompress(zipped.read_bytes())
-        with tarfile.open(packed) as tar:  # read in memory: nothing is ever unpacked to disk
-            handle = tar.extractfile(name)
-            if handle is None:
-                raise KeyError(name)
-            return handle.read()
-    except _DAMAGE as error:
+        with opened(source, "rb") as handle:
+            return _upto(handle) if source is not packed else _member(handle, name)
+    except Exception as error:  # the decompressors and tarfile raise a dozen kinds on what is damaged
         raise ValueError(f"recipes.data: {source} is damaged or cut short ({error}); fetch it again") from error
+
+
+def _upto(handle: Any, most: int = _MOST) -> bytes:
+    """All of a stream, if that is not more than a data set has."""
+    raw = handle.read(most + 1)
+    if len(raw) > most:
+        raise ValueError(f"it unpacks to more than {most >> 20} MiB, which no file of this data set has")
+    return raw
+
+
+def _member(handle: Any, name: str) -> bytes:
+    """A member of a tar archive, read in memory: nothing is ever unpacked to disk, and no link is followed."""
+    with tarfile.open(fileobj=io.BytesIO(_upto(handle)), mode="r:") as tar:
+        info = tar.getmember(name)
+        if not info.isreg() or info.issparse() or info.size > _MOST:
+            raise ValueError(f"{name} is no plain file in it")
+        found = tar.extractfile(info)
+        assert found is not None
+        raw = found.read()
+    if len(raw) != info.size:
+        raise ValueError(f"{name} has {len(raw)} of {info.size} bytes")
+    return raw
 
 
 def read_idx(raw: bytes, name: str) -> Array:
@@ -366,25 +427,72 @@ def read_idx(raw: bytes, name: str) -> Array:
     kinds = {8: np.dtype(np.uint8), 12: np.dtype(">i4")}
     try:
         kind, ndim = kinds[raw[2]], raw[3]
-        shape = tuple(np.frombuffer(raw, ">i4", ndim, 4))
-        if raw[:2] != b"\0\0" or len(raw) != 4 + 4 * ndim + kind.itemsize * int(np.prod(shape)):
-            raise ValueError(f"{len(raw)} bytes do not fit the header {raw[:4].hex()}, shape {shape}")
+        shape = tuple(map(int, np.frombuffer(raw, ">i4", ndim, 4)))  # Python's numbers: a product of theirs is exact
+        fits = len(raw) == 4 + 4 * ndim + kind.itemsize * math.prod(shape)
+        if raw[:2] != b"\0\0" or not 1 <= ndim <= 4 or min(shape) < 0 or not fits:
+            raise ValueError(f"{len(raw)} bytes do not fit the header {raw[:4].hex()}, shape {shape[:4]}")
     except (IndexError, KeyError, ValueError) as error:
         raise ValueError(f"recipes.data: {name} is not an idx file, or cut short ({error}); fetch it again") from error
     return np.frombuffer(raw, kind, offset=4 + 4 * ndim).reshape(shape)
 
 
-def read_npz(path: Path) -> dict[str, Array]:
-    """All arrays of an .npz, without pickle."""
+def read_npz(path: Path, *due: str) -> dict[str, Array]:
+    """All arrays of an .npz, without pickle; an error if one that is due is not among them."""
     if not path.is_file():
         raise FileNotFoundError(f"recipes.data: {path} does not exist")
     try:
+        with zipfile.ZipFile(path) as packed:
+            unpacked = sum(info.file_size for info in packed.infolist())
+        if unpacked > max(_MOST_UNPACKED, _MOST_RATIO * path.stat().st_size):
+            raise ValueError(f"it would unpack to {unpacked >> 20} MiB, over {_MOST_RATIO} times its size")
         with open(path, "rb") as handle, np.load(handle, allow_pickle=False) as part:
-            return {key: part[key] for key in part.files}
-    except ValueError as error:
+            found = {str(key): np.asarray(part[key]) for key in part.files}
+    except Exception as error:  # zipfile and NumPy raise a dozen kinds on what is damaged; MemoryError among them
         if "allow_pickle" in str(error):
             why = "holds pickled objects, which are never loaded; save plain arrays"
             raise ValueError(f"recipes.data: {path} {why}") from error
-        raise ValueError(f"recipes.data: {path} is damaged, or no .npz ({error})") from error
-    except (*_DAMAGE, NotImplementedError, AttributeError) as error:
-        raise ValueError(f"recipes.data: {path} is damaged or cut short ({error}); fetch it again") from error
+        raise ValueError(f"recipes.data: {path} is damaged, or no .npz ({error}); fetch it again") from error
+    missing = [key for key in due if key not in found]
+    if missing:
+        raise ValueError(f"recipes.data: {path} has no array {', '.join(missing)}; it has {', '.join(found) or 'none'}")
+    return found
+
+
+def read_csv(path: Path, due: tuple[str, ...]) -> list[dict[str, str]]:
+    """The rows of a CSV with a header, each with a text in every column."""
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as handle:
+            reader = csv.DictReader(handle, strict=True)
+            rows: list[dict[Any, Any]] = list(reader)
+    except (csv.Error, UnicodeError) as error:
+        raise ValueError(f"recipes.data: {path} is no CSV in UTF-8 ({error})") from error
+    if not rows or not set(due) <= rows[0].keys():
+        raise ValueError(f"recipes.data: {path} needs a header with {', '.join(due)}, and at least one row")
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise ValueError(f"recipes.data: row {number} of {path} has not as many columns as its header")
+    return rows
+
+
+def inside(folder: Path, name: str, table: Path) -> Path:
+    """The file of that name in the folder. A table made by others must not have files read from anywhere else."""
+    file = Path(os.path.normpath(folder / name))
+    if "\0" in name or not file.is_relative_to(os.path.normpath(folder)):
+        raise ValueError(
+            f"recipes.data: {table} names {name!r}, which is not in {folder}; give --data-root, a folder that holds all "
+            "files, and names relative to it"
+        )
+    return file
+
+
+def read_picture(file: Path, mode: str | None = None) -> Any:
+    """An image in that mode; without one, in L or RGB."""
+    from PIL import Image
+
+    try:
+        with Image.open(file, formats=_FORMATS) as image:
+            return image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB"))
+    except Exception as error:  # its decoders raise a dozen kinds; an image of absurd size among them
+        raise ValueError(
+            f"recipes.data: {file} is not a readable image ({error}); {', '.join(_FORMATS)} are read"
+        ) from error

@@ -6,7 +6,6 @@ which admits arrays alone.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data import Array, read_npz
+from ..data import Array, fetching, inside, read_csv, read_npz, read_picture
 from ..unpickle import read_pickle
 from ..vision import torchvision
 
@@ -78,12 +77,21 @@ _TEST, _VAL = range(1200, 1623), ((75, 116), (180, 226), (333, 355), (496, 518),
 def _omniglot(home: Path, download: bool) -> Source:
     """1,623 characters, 20 drawings of each, at 28 × 28: ROOT/Omniglot.npz, or torchvision's ROOT/omniglot-py."""
     if (home / "Omniglot.npz").is_file():
-        part = read_npz(home / "Omniglot.npz")
+        keys = [f"{part}_{what}" for part in ("background", "evaluation") for what in ("bits", "character")]
+        part = read_npz(home / "Omniglot.npz", *keys)
+        for bits, character in (keys[:2], keys[2:]):
+            if part[bits].dtype != np.uint8 or part[bits].shape != (part[character].size, 105, 14):
+                raise ValueError(
+                    f"recipes.few_shot: {home / 'Omniglot.npz'}: {bits} is {part[bits].dtype} {part[bits].shape}; N × "
+                    f"105 × 14 uint8 is due, for the N of {character}"
+                )
         bits = np.concatenate([part["background_bits"], part["evaluation_bits"]])
         ink = np.unpackbits(bits, axis=-1, count=105)
         y = np.concatenate([part["background_character"], part["evaluation_character"].astype(np.int64) + 964])
     else:
         ink, y = _omniglot_folders(home, download)
+    if y.dtype.kind not in "iu" or np.unique(y).tolist() != list(range(1623)):
+        raise ValueError(f"recipes.few_shot: {home}: Omniglot's characters are not 0 to 1622; fetch it again")
     val = {c for begin, end in _VAL for c in range(begin, end)}
     split = {"train": [c for c in range(1200) if c not in val], "val": sorted(val), "test": list(_TEST)}
     x = shrink(ink, 28)
@@ -93,8 +101,9 @@ def _omniglot(home: Path, download: bool) -> Source:
 def _omniglot_folders(home: Path, download: bool) -> tuple[Array, Array]:
     folder = home / "omniglot-py"
     if download and not folder.is_dir():
-        for background in (True, False):
-            torchvision("datasets").Omniglot(str(home), background=background, download=True)
+        with fetching(home):
+            for background in (True, False):
+                torchvision("datasets").Omniglot(str(home), background=background, download=True)
     found = [sorted((folder / part).glob("*/character*")) for part in ("images_background", "images_evaluation")]
     characters = [c for part in found for c in part if c.is_dir()]
     if len(characters) != 1623:
@@ -103,7 +112,12 @@ def _omniglot_folders(home: Path, download: bool) -> tuple[Array, Array]:
             f"{folder}; give --data-root, or --download"
         )
     drawings = [(file, c) for c, character in enumerate(characters) for file in sorted(character.glob("*.png"))]
-    ink = np.stack([(np.asarray(_picture(file, "L")) < 128).astype(np.uint8) for file, _ in drawings])
+    ink = np.empty((len(drawings), 105, 105), np.uint8)
+    for i, (file, _) in enumerate(drawings):
+        picture = read_picture(file, "L")
+        if picture.size != (105, 105):
+            raise ValueError(f"recipes.few_shot: {file} is {picture.size}; Omniglot's drawings are 105 × 105")
+        ink[i] = np.asarray(picture) < 128
     return ink, np.array([c for _, c in drawings])
 
 
@@ -127,8 +141,14 @@ _SIZE = 64
 
 def _tiny_imagenet(home: Path, download: bool) -> Source:
     """100 classes of Tiny-ImageNet, 40 images each, split as MiniImageNet is: a stand-in, and never called that."""
-    part = read_npz(home / "MiniImageNet_STANDIN_TinyImageNet64.npz")
-    parts = {s: Part(part[f"x_{s}"], part[f"y_{s}"].astype(np.int64)) for s in ("train", "val", "test")}
+    path, splits = home / "MiniImageNet_STANDIN_TinyImageNet64.npz", ("train", "val", "test")
+    part = read_npz(path, *(f"{what}_{s}" for what in "xy" for s in splits))
+    for s in splits:
+        x, y = part[f"x_{s}"], part[f"y_{s}"]
+        if x.dtype != np.uint8 or x.ndim not in (3, 4) or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
+            raise ValueError(f"recipes.few_shot: {path}: {s} has images of {x.dtype} {x.shape}, labels of {y.dtype} "
+                             f"{y.shape}; a label for each uint8 image is due")  # fmt: skip
+    parts = {s: Part(part[f"x_{s}"], part[f"y_{s}"].astype(np.int64)) for s in splits}
     note = (
         "Tiny-ImageNet photographs in 64 / 16 / 20 classes of 40: not comparable with published MiniImageNet figures."
     )
@@ -161,18 +181,16 @@ def _mini_imagenet(home: Path, download: bool) -> Source:
 def _cached(path: Path) -> Part:
     """{image_data, class_dict: name -> rows} (Ren et al.), or {data, labels} (Lee et al.)."""
     found = read_pickle(path)
-    if isinstance(found, dict) and {"image_data", "class_dict"} <= found.keys():
-        x, y = np.asarray(found["image_data"]), np.full(len(found["image_data"]), -1, np.int64)
-        for c, name in enumerate(sorted(found["class_dict"])):
-            y[np.asarray(found["class_dict"][name])] = c
-    elif isinstance(found, dict) and {"data", "labels"} <= found.keys():
-        x, y = np.asarray(found["data"]), np.unique(np.asarray(found["labels"]), return_inverse=True)[1]
-    else:
+    try:
+        x, y = _arrays(found)
+    except (TypeError, IndexError, AttributeError, KeyError, OverflowError) as error:
+        raise ValueError(f"recipes.few_shot: {path} holds no images with their classes ({error})") from error
+    if x is None:
         keys = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
         raise ValueError(
             f"recipes.few_shot: {path} holds {keys}; image_data and class_dict, or data and labels, are due"
         )
-    if x.ndim != 4 or x.dtype != np.uint8 or len(x) != len(y) or (y < 0).any():
+    if x.ndim != 4 or x.shape[-1] != 3 or 0 in x.shape or x.dtype != np.uint8 or len(x) != len(y) or (y < 0).any():
         raise ValueError(
             f"recipes.few_shot: {path}: images are {x.dtype} {x.shape}, with {len(y)} labels; N × H × W × 3 uint8 and "
             "a label for each are due"
@@ -182,31 +200,31 @@ def _cached(path: Path) -> Part:
     return Part(np.stack([_resize(Image.fromarray(image)) for image in x]), y)
 
 
+def _arrays(found: Any) -> tuple[Any, Any]:
+    """Images and classes out of either kind of pickle; None if it is neither."""
+    if isinstance(found, dict) and {"image_data", "class_dict"} <= found.keys():
+        x, y = np.asarray(found["image_data"]), np.full(len(found["image_data"]), -1, np.int64)
+        for c, name in enumerate(sorted(found["class_dict"])):
+            y[np.asarray(found["class_dict"][name])] = c
+        return x, y
+    if isinstance(found, dict) and {"data", "labels"} <= found.keys():
+        return np.asarray(found["data"]), np.unique(np.asarray(found["labels"]), return_inverse=True)[1]
+    return None, None
+
+
 def _listed(table: Path) -> Part:
     """filename,label in a CSV; the images lie in images/, in a folder of their label, or beside the CSV."""
-    with open(table, newline="", encoding="utf-8") as handle:
-        rows = list(csv.DictReader(handle))
-    if not rows or not {"filename", "label"} <= rows[0].keys():
-        raise ValueError(f"recipes.few_shot: {table} needs a header with filename, label, and at least one row")
+    rows = read_csv(table, ("filename", "label"))
     pictures: list[Array] = []
     for row in rows:
-        places = [table.parent / folder / row["filename"] for folder in ("images", row["label"], ".")]
+        names = [str(Path(folder, row["filename"])) for folder in ("images", row["label"], ".")]
+        places = [inside(table.parent, name, table) for name in names]
         file = next((p for p in places if p.is_file()), None)
         if file is None:
             raise FileNotFoundError(f"recipes.few_shot: {table} names {row['filename']}; none of {places[0]}, "
                                     f"{places[1]}, {places[2]} exists")  # fmt: skip
-        pictures.append(_resize(_picture(file, "RGB")))
+        pictures.append(_resize(read_picture(file, "RGB")))
     return Part(np.stack(pictures), np.unique([row["label"] for row in rows], return_inverse=True)[1])
-
-
-def _picture(file: Path, mode: str) -> Any:
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(file) as image:
-            return image.convert(mode)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"recipes.few_shot: {file} is not a readable image ({error})") from error
 
 
 def _resize(picture: Any) -> Array:

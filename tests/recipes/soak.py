@@ -1,6 +1,6 @@
 """kill -9 at random moments of both recipes, --resume until they end, and the result compared bit by bit.
 
-    python tests/recipes/soak.py 60        # kills in all; prints a table
+python tests/recipes/soak.py 60        # kills in all; prints a table
 """
 
 from __future__ import annotations
