@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import measure, report
+from . import extremes, measure, report
 from .measure import Result, Setting, apart, say
 from .problems import NAMES, SIZES, make
 from .runners import BY_NAME, RUNNERS
@@ -21,6 +21,8 @@ PARTS = {
     "table": "time, memory, accuracy and operators of each runner on each problem",
     "box": "out of the box: ours as the recipes set it up, the peers as they come, on P3 and P4",
     "growth": "P6: time and memory from the smallest to the largest K",
+    "overhead": "microseconds that a step costs above a loop by hand, on a model of ten parameters",
+    "long": "P7: K = 10,000 with few iterates (sqrt) and with none (forward)",
     "quality": "seconds until the labels of MNIST are told apart (needs the data)",
 }
 EXAMPLES = """examples:
@@ -144,6 +146,16 @@ def growth(setting: Setting, runners: list[str]) -> Result:
     return {"title": make("P6", setting.size, steps=1).title, "rows": found}
 
 
+def long(setting: Setting) -> Result:
+    """{engine: {K: figures}}."""
+    rows: Result = {}
+    for engine in ("reverse checkpoint=sqrt", "forward"):
+        for steps in extremes.HORIZONS[setting.size]:
+            say(f"P7: K = {steps}, {engine}")
+            rows.setdefault(engine, {})[str(steps)] = apart(extremes.long_loop, setting, engine, steps)
+    return {"rows": rows}
+
+
 def quality(setting: Setting, runners: list[str], root: str | None, cap: float) -> Result:
     try:
         from . import quality as cleaning
@@ -177,6 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "table": [(name, lambda name=name: table(setting, name, args.runners, rounds)) for name in problems],
         "box": [("", lambda: box(setting, problems, args.runners, rounds))],
         "growth": [("", lambda: growth(setting, args.runners))],
+        "overhead": [("", lambda: apart(extremes.overhead, replace(setting, threads=1), rounds))],
+        "long": [("", lambda: long(setting))],
         "quality": [("", lambda: quality(setting, args.runners, args.data_root, cap))],
     }
     for part in args.parts or [part for part in PARTS if size == "full" or part != "quality"]:

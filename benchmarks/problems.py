@@ -135,9 +135,10 @@ def mean_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def linear(name: str, size: Size, smooth: bool, dtype: torch.dtype) -> Problem:
+    samples = size.samples if name == "P1" else size.long_samples // 2
     model = nn.Sequential(nn.Linear(size.pixels**2, 10))
-    title = f"data cleaning, linear {size.pixels**2}-10, {size.samples} + {size.samples} samples"
-    return _cleaning(name, title, "mlp", model, (size.pixels**2,), size, dtype, size.samples)
+    title = f"data cleaning, linear {size.pixels**2}-10, {samples} + {samples} samples"
+    return _cleaning(name, title, "mlp", model, (size.pixels**2,), size, dtype, samples)
 
 
 def mlp(name: str, size: Size, smooth: bool, dtype: torch.dtype) -> Problem:
@@ -254,4 +255,4 @@ def few_shot(name: str, size: Size, smooth: bool, dtype: torch.dtype) -> Problem
     )  # fmt: skip
 
 
-MAKERS = {"P1": linear, "P2": mlp, "P3": convolutions, "P4": few_shot, "P5": transformer, "P6": mlp}
+MAKERS = {"P1": linear, "P2": mlp, "P3": convolutions, "P4": few_shot, "P5": transformer, "P6": mlp, "P7": linear}

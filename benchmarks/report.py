@@ -102,7 +102,8 @@ def markdown(results: dict[str, Any]) -> str:
         page += [*NOTES, "", "![time against memory](benchmarks_pareto.png)", ""]
     for name in (n for n in NAMES if n in table):
         page += problem(name, table[name])
-    for part, write in (("box", out_of_the_box), ("growth", growth), ("quality", quality)):
+    for part, write in (("box", out_of_the_box), ("growth", growth), ("overhead", overhead), ("long", long),
+                        ("quality", quality)):  # fmt: skip
         if part in results:
             page += write(results[part])
     return "\n".join(page).rstrip() + "\n"
@@ -184,6 +185,39 @@ def growth(found: dict[str, Any]) -> list[str]:
     note = "Each case in a process of its own: how it grows by the first hypergradient, and the time of the second."
     lines = [f"## P6: how time and memory grow ({found['title']})", "", note, ""]
     return [*lines, *grid(head, body), "", "![growth](benchmarks_growth.png)", ""]
+
+
+def overhead(found: dict[str, Any]) -> list[str]:
+    lines = ["## Overhead: ten parameters", ""]
+    if "failed" in found:
+        return [*lines, found["failed"], ""]
+    rows: dict[str, list[list[float]]] = found["rows"]
+
+    def above(name: str, which: int) -> str:
+        return f"{statistics.median(a[which] - b[which] for a, b in zip(rows[name], rows['by hand'], strict=True)):.0f}"
+
+    body = [[name, *(f"{statistics.median(t[i] for t in took):.0f}" for i in (0, 1)), above(name, 0), above(name, 1)]
+            for name, took in rows.items()]  # fmt: skip
+    head = ["loop", "µs a step", "with its share of the gradient", "step, above by hand", "all, above by hand"]
+    note = (
+        f"`nn.Linear(4, 2)` on 8 samples, {found['steps']} steps, one thread, in turns. By hand: the same loss, "
+        "`create_graph=True`. `reverse` runs each step again for the gradient."
+    )
+    return [*lines, note, "", *grid(head, body), ""]
+
+
+def long(found: dict[str, Any]) -> list[str]:
+    rows = found["rows"]
+    cases = [(engine, k, row) for engine, each in rows.items() for k, row in each.items()]
+    title = next((row["title"] for *_, row in cases if "title" in row), "")
+    body = [
+        [engine, k, row["failed"], "", ""] if "failed" in row
+        else [engine, k, f"{row['seconds']:.1f}", f"{row['resident'] / 1e6:.1f}", row["plan"]]
+        for engine, k, row in cases
+    ]  # fmt: skip
+    note = "How far the process grows in one hypergradient; `forward` follows one outer variable, a regulariser."
+    lines = [f"## P7: long loops ({title})", "", note, ""]
+    return [*lines, *grid(["engine", "K", "seconds", "resident MB", "plan"], body), ""]
 
 
 def quality(found: dict[str, Any]) -> list[str]:

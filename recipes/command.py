@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import runs
+from . import ranks, runs
 from .malloc import keep_memory
 
 GRID = "several, separated by commas, make a grid"
@@ -105,9 +105,14 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     keep_memory()
     try:
         s = settings(recipe, args)
+        ranks.join(s.device)
         recipe.check(s)  # before anything is written: a wrong path is the commonest mistake
-        runs.open_folder(args.out, recipe.fingerprint(s), args.resume)
-        records = recipe.run(s, args.out, args.quiet)
+        if ranks.first():
+            runs.open_folder(args.out, recipe.fingerprint(s), args.resume)
+        ranks.wait()
+        records = recipe.run(s, args.out, args.quiet or not ranks.first())
+        if not ranks.first():
+            return 0
         command = shlex.join(["python", "-m", recipe.module, *(a for a in argv if a != "--resume")])
         table, page = recipe.write(s, records, args.out, command)
     except KeyboardInterrupt:
@@ -117,6 +122,14 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
         hint = recipe.hint if isinstance(error, FloatingPointError) else ""
         print(f"{p.prog}: error: {error}{hint}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        if not ranks.lost(error):
+            raise
+        print(f"{p.prog}: another process of this run is gone ({error}); --resume goes on from {args.out}, with any "
+              "number of processes", file=sys.stderr)  # fmt: skip
+        return 3
+    finally:
+        ranks.leave()
     print(table)
     print(f"\n{time.perf_counter() - begin:.0f} s; {recipe.writes} are in {args.out}")
     print(page)

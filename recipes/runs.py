@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from . import tables
-
+from . import ranks, tables
 
 FORMAT = 1  # of a checkpoint; another number is not read
 
@@ -58,6 +57,8 @@ def write_text(path: Path, text: str) -> None:
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """A checkpoint of tensors and plain values. The one before it is kept beside it, in case the disk damages this."""
+    if not ranks.first():
+        return
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **state}, buffer)
     if path.is_file():

@@ -22,6 +22,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import bilevel_plugin as bilevel
 
+from .. import ranks
 from ..models import autocast
 
 Pair = tuple[Tensor, Tensor]
@@ -67,6 +68,7 @@ def clean(
     bf16: bool = False,
     warm: bool = False,
     seed: int = 0,
+    group: Any = None,
     state: dict[str, Any] | None = None,
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
@@ -80,6 +82,7 @@ def clean(
     solver: "gd", "bigsam", "bigsam-convergent", or a solver object with rate 1, since the inner loop is an SGD.
     steps: inner steps K, from the model's own weights in each outer step (warm=True: from the last ones).
     eta: η, or Adam's rate. batch_size: None takes all samples in each inner step. bf16: autocast.
+    group: processes of torch.distributed that call this with the same arguments; each takes a share of every batch.
     state, on_step: on_step gets all it takes to go on after each outer step; give it back as state to do so.
     """
     if judge not in OUTER_STEPS:
@@ -97,20 +100,24 @@ def clean(
         model.load_state_dict(state["model"])
         scores, history = state["scores"].to(x.device), [dict(row) for row in state["history"]]
 
-    def h(model: nn.Module, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
-        return (torch.sigmoid(lam[i]) * F.cross_entropy(model(x), y, reduction="none")).mean()
+    def h(model: nn.Module, count: float, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+        return (torch.sigmoid(lam[i]) * F.cross_entropy(model(x), y, reduction="none")).sum() / count
 
-    def g(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
+    def g(model: nn.Module, count: float, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, reduction="sum") / count
+
+    def mine(*batch: Tensor) -> tuple[Any, ...]:
+        """This process's share of a batch, and what its losses are divided by, so that their mean is the batch's."""
+        return len(batch[0]) / ranks.size(group), *ranks.share(batch, group)
 
     def solve(rows: Tensor) -> tuple[Tensor, Tensor, float]:
         """Train K steps on these rows: ∂g(w_K)/∂λ, the logits of all samples at w_K, and g(w_K)."""
         noisy = batches(train, rows, batch_size, draw, workers)
         checked = batches(validation, torch.arange(len(validation[1])), batch_size, draw, workers)
-        block = bilevel.inner(model, h, g, solver=rule, optimizer=inner_sgd, hypergrad=hypergrad)
+        block = bilevel.inner(model, h, g, solver=rule, optimizer=inner_sgd, hypergrad=hypergrad, group=group)
         with autocast(x.device, bf16), block as loop:
             for _ in range(steps):
-                loop.step(*next(noisy), outer=next(checked)[:2])
+                loop.step(*mine(*next(noisy)), outer=mine(*next(checked)[:2]))
             grad = loop.hypergrad(lam) if judge == "validation" or influence else torch.zeros_like(lam)
             value = float(loop.value)
             logits = predict(loop, model, x)

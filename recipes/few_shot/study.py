@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .. import runs
+from .. import ranks, runs
 from ..models import build_encoder
 from . import sources
 from .episodes import Episodes, Images
@@ -185,7 +185,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         result = meta_train(
             encoder, episodes, ways=job.ways, solver=job.method, steps=job.steps, s=s.s, every=job.every,
             lr=job.lr, outer_steps=s.outer_steps, eta=s.eta, decay=not s.no_decay, bf16=s.bf16, seed=job.seed,
-            state=state, on_step=keep, **common,
+            group=ranks.group(), state=state, on_step=keep, **common,
         )  # fmt: skip
         bar.close()
         trained, record = result.encoder, {"seconds": result.seconds, "history": result.history}

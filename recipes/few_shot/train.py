@@ -15,14 +15,18 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import bilevel_plugin as bilevel
 
+from .. import ranks
 from ..models import autocast
 from .episodes import Batch, Pair
 
@@ -105,6 +109,7 @@ def meta_train(
     hypergrad: Any = "unroll",
     bf16: bool = False,
     seed: int = 0,
+    group: Any = None,
     state: dict[str, Any] | None = None,
     on_step: Callable[[Moment], None] | None = None,
 ) -> Result:
@@ -118,6 +123,8 @@ def meta_train(
     features: what heads see of them, a name of FEATURES. batchnorm, chunk: see `encode`.
     hypergrad: heads are small, so that their K graphs cost less than a second run of the steps.
     bf16: autocast of the encoder. seed: of what the encoder draws (dropout).
+    group: processes of torch.distributed that call this with the same arguments; each takes a share of the tasks, and
+        the encoder is under DistributedDataParallel. BatchNorm sees the chunks of its own process.
     state, on_step: on_step gets a Moment after each outer step; give its state() back as state to go on from there.
     """
     method = SOLVERS.get(solver) if isinstance(solver, str) else None
@@ -134,17 +141,28 @@ def meta_train(
         if "episodes" in state:
             episodes.load_state_dict(state["episodes"])  # type: ignore[attr-defined]
 
+    # buffers are averaged once a step instead: a broadcast before each chunk would change what the last one has saved
+    parallel = partial(DistributedDataParallel, process_group=group, broadcast_buffers=False)
+    wrapped = encoder if group is None else parallel(encoder)
+
     def outer_step(batch: Batch, step: int) -> None:
-        (x, y), (x_query, y_query) = batch
+        if len(batch[0][0]) < ranks.size(group):
+            raise ValueError(
+                f"recipes.few_shot: {len(batch[0][0])} tasks in a meta-batch are too few for {ranks.size(group)} "
+                "processes; give --tasks, or start fewer"
+            )
+        (x, y), (x_query, y_query) = (ranks.share(part, group) for part in batch)
         with autocast(x.device, bf16):
-            f, f_query = encode_task(encoder, x, x_query, batchnorm, chunk)
+            f, f_query = encode_task(wrapped, x, x_query, batchnorm, chunk)
         f, f_query = seen_by_heads(f, f_query)
         rule = solver if method is None else method.rule(lr, lr if s is None else s, every, step)
         seen, judged = halves(f_query, y_query) if method and method.split else ((f_query, y_query),) * 2
         adam.zero_grad()
         adapt_and_pull((f, y), seen, judged, ways, steps, rule, hypergrad)
-        for group in adam.param_groups:
-            group["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * step / outer_steps) if decay else 1.0)
+        if group is not None:
+            _as_one(encoder, group)
+        for options in adam.param_groups:
+            options["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * step / outer_steps) if decay else 1.0)
         adam.step()
 
     source = iter(episodes)
@@ -163,6 +181,18 @@ def meta_train(
 
             on_step(Moment(step + 1, spent, encoder, history, now))
     return Result(encoder.eval(), history, spent)
+
+
+def _as_one(encoder: nn.Module, group: Any) -> None:
+    """The gradient of all tasks, whose losses are summed, from DDP's mean; and one set of BatchNorm's statistics."""
+    with torch.no_grad():
+        for p in encoder.parameters():
+            if p.grad is not None:
+                p.grad.mul_(ranks.size(group))
+        for buffer in encoder.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer, group=group)
+                buffer.div_(ranks.size(group))
 
 
 def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: int, rule: Rule, hypergrad: Any) -> None:

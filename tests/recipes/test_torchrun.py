@@ -1,0 +1,79 @@
+"""Both recipes under torchrun: N processes come to what one comes to, and a run goes on with another number of them."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
+
+CLEANING = "--dataset digits --solvers bigsam --baselines none --steps 8 --outer-steps 4 --rho 0.3"
+FEW_SHOT = (
+    "--dataset digits --solvers bigsam --baselines none --batchnorm task --tasks 6 --ways 3 --outer-steps 6 "
+    "--test-episodes 40 --curve-points 1 --curve-episodes 20 --save-every 2"
+)
+
+
+def command(ranks, recipe, flags, out):
+    how = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else ["-m"]
+    return [sys.executable, *how, f"recipes.{recipe}", *flags.split(), "--threads", "1", "--quiet", "--out", str(out)]
+
+
+def finish(*args, more=()):
+    done = subprocess.run([*command(*args), *more], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def assert_same_encoder(folder, expected):
+    """Its filters: the gradient of a bias before BatchNorm is rounding alone, of which Adam makes whole steps."""
+    filters = []
+    for place in (folder, expected):
+        (file,) = (place / "runs").glob("*.pt")
+        filters.append([x for x in torch.load(file, weights_only=True)["encoder"].values() if x.ndim == 4])
+    torch.testing.assert_close(*filters, atol=1e-3, rtol=0)
+
+
+def weights(folder):
+    with open(folder / "weights.csv") as file:
+        return torch.tensor([float(row["weight"]) for row in csv.DictReader(file)])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    for recipe, flags in (("data_cleaning", CLEANING), ("few_shot", FEW_SHOT)):
+        finish(1, recipe, flags, folder / recipe)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_as_one_process(alone, tmp_path, ranks):
+    out = finish(ranks, "data_cleaning", CLEANING, tmp_path / "data_cleaning")
+    assert out.count("F1 clean") == 1  # one of them talks
+    torch.testing.assert_close(weights(tmp_path / "data_cleaning"), weights(alone / "data_cleaning"), atol=2e-3, rtol=0)
+    finish(ranks, "few_shot", FEW_SHOT, tmp_path / "few_shot")
+    assert_same_encoder(tmp_path / "few_shot", alone / "few_shot")
+
+
+def test_a_process_that_dies_stops_the_run_and_another_number_goes_on(alone, tmp_path):
+    """One of two is killed after the first checkpoint: the run ends with a message; three processes finish it."""
+    out = tmp_path / "few_shot"
+    run = subprocess.Popen(command(2, "few_shot", FEW_SHOT, out), stderr=subprocess.PIPE, text=True)
+    while not list(out.glob("runs/*.pt")):
+        assert run.poll() is None
+        time.sleep(0.02)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    _, errors = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert "another process of this run is gone" in errors
+    finish(3, "few_shot", FEW_SHOT, out, more=["--resume"])
+    assert_same_encoder(out, alone / "few_shot")
