@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types fuzz bench bench-quick memory clean
+.PHONY: demo test lint types fuzz soak bench bench-quick memory clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +38,14 @@ fuzz: $(VENV)/.test
 	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto -k "differences or implicit"
 	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py -n auto -k "not (differences or implicit)"
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
+
+# Long: kill -9 at random moments, 400 damaged files of each kind, 1,000 blocks of each engine (docs/results/soak.md).
+soak: $(VENV)/.test
+	mkdir -p runs && rm -f runs/bad_data.csv
+	$(BIN)/python tests/recipes/soak.py 54
+	HYPOTHESIS_PROFILE=wide BAD_DATA_LOG=$(CURDIR)/runs/bad_data.csv $(BIN)/pytest tests/recipes/test_bad_data.py
+	$(BIN)/python tests/recipes/bad_data_summary.py runs/bad_data.csv
+	$(BIN)/python tests/leaking.py docs/results/leaks.png
 
 # Side by side with the peers: time, memory, error, time to quality. `bench` takes hours, `bench-quick` minutes.
 $(VENV)/.bench: $(VENV)/.test

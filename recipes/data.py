@@ -400,11 +400,11 @@ def member(home: Path, archive: str, name: str) -> bytes:
         raise ValueError(f"recipes.data: {source} is damaged or cut short ({error}); fetch it again") from error
 
 
-def _upto(handle: Any, most: int = _MOST) -> bytes:
+def _upto(handle: Any) -> bytes:
     """All of a stream, if that is not more than a data set has."""
-    raw = handle.read(most + 1)
-    if len(raw) > most:
-        raise ValueError(f"it unpacks to more than {most >> 20} MiB, which no file of this data set has")
+    raw = handle.read(_MOST + 1)
+    if len(raw) > _MOST:
+        raise ValueError(f"it unpacks to more than {_MOST >> 20} MiB, which no file of this data set has")
     return raw
 
 
@@ -479,8 +479,8 @@ def inside(folder: Path, name: str, table: Path) -> Path:
     file = Path(os.path.normpath(folder / name))
     if "\0" in name or not file.is_relative_to(os.path.normpath(folder)):
         raise ValueError(
-            f"recipes.data: {table} names {name!r}, which is not in {folder}; give --data-root, a folder that holds all "
-            "files, and names relative to it"
+            f"recipes.data: {table} names {name!r}, which is not in {folder}; give --data-root, a folder that holds "
+            "all files, and names relative to it"
         )
     return file
 

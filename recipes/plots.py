@@ -111,7 +111,8 @@ def confusion(ax: Axes, table: Any, classes: Sequence[str], xlabel: str, ylabel:
 def save(figure: Figure, path: Path) -> Path:
     """Write path.png and path.svg, close the figure, and return the .png."""
     with plt.rc_context(_STYLE):
-        for kind, options in (("png", {"dpi": 130}), ("svg", {"metadata": {"Date": None}})):
+        kinds: dict[str, Any] = {"png": {"dpi": 130}, "svg": {"metadata": {"Date": None}}}
+        for kind, options in kinds.items():
             content = io.BytesIO()
             figure.savefig(content, format=kind, **options)
             write(path.with_suffix(f".{kind}"), content.getvalue())

@@ -34,12 +34,14 @@ def write(path: Path, content: bytes) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temp, path)
+        _sync(path.parent)
     except OSError as error:
         temp.unlink(missing_ok=True)
         why = error.strerror or str(error)
-        raise OSError(f"recipes: {path} can't be written ({why}); what was there before is kept. Make room, or see to the "
-                      "folder's permissions, and go on with --resume") from error  # fmt: skip
-    _sync(path.parent)
+        raise OSError(
+            f"recipes: {path} can't be written ({why}); what was there before is kept. Make room, or see to the folder's "
+            "permissions, and go on with --resume"
+        ) from error
 
 
 def _sync(folder: Path) -> None:

@@ -122,7 +122,8 @@ def live_tensors() -> int:
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]]  # fmt: skip
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def allocated() -> int | None:
@@ -164,9 +165,7 @@ def main(path: Path, blocks: int = 1000) -> None:
     where = [i + 1 for i in range(blocks) if i % 9 == 0]
     titles = ["live tensors", "heap in use, MiB", "resident, MiB"]
     figure, axes = plots.panels(titles)
-    print(
-        "| engine | live tensors, first and last | heap after 100 blocks, MiB | after all | resident after 100 | after all |"
-    )
+    print("| engine | live tensors, first and last | heap after 100 blocks, MiB | at the end | resident | at the end |")
     print("| --- | --- | --- | --- | --- | --- |")
     for colour, engine in zip(plots.COLOURS * 2, ENGINES, strict=False):
         rows = measure(engine, blocks)

@@ -122,8 +122,8 @@ def main(kills: int) -> int:
         with tempfile.TemporaryDirectory() as folder:
             c = soak(recipe, -(-kills // len(COMMANDS)), 0, Path(folder))
         losses += c["losses"]
-        print(f"| {recipe} | {' | '.join(map(str, (c['kills'], c['with a checkpoint'], c['resumes'], c['runs'], c['losses'])))} |",
-              flush=True)  # fmt: skip
+        figures = (c[name] for name in ("kills", "with a checkpoint", "resumes", "runs", "losses"))
+        print(f"| {recipe} | {' | '.join(map(str, figures))} |", flush=True)
     print(f"\n{time.monotonic() - begin:.0f} s")
     return 1 if losses else 0
 
