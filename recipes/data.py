@@ -362,7 +362,7 @@ def _fetch(folder: str, root: Path | None, download: bool) -> Path:
 
 @contextmanager
 def fetching(home: Path) -> Generator[None]:
-    """torchvision checks the hash of what it fetches; what it says if that, or the network, fails, becomes our error."""
+    """torchvision checks the hash of what it fetches; what it says if that or the network fails becomes our error."""
     try:
         yield
     except RuntimeError as error:

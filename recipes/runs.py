@@ -39,8 +39,8 @@ def write(path: Path, content: bytes) -> None:
         temp.unlink(missing_ok=True)
         why = error.strerror or str(error)
         raise OSError(
-            f"recipes: {path} can't be written ({why}); what was there before is kept. Make room, or see to the folder's "
-            "permissions, and go on with --resume"
+            f"recipes: {path} can't be written ({why}); what was there before is kept. Make room, or see to the "
+            "folder's permissions, and go on with --resume"
         ) from error
 
 
