@@ -59,7 +59,7 @@ def blocks(rows: list[Record], titles: dict[str, str]) -> list[tables.Block]:
 
 
 def _curves_csv(records: list[Record]) -> str:
-    keys = [*CELL, "method", "steps", "every", "lr", "seed"]
+    keys = [*CELL, "label", "method", "steps", "every", "lr", "seed"]
     columns = ["step", "seconds", "mean", "interval"]
     rows = [[r[k] for k in keys] + [h[c] for c in columns] for r in records for h in r["history"]]
     return tables.csv_text([*keys, *columns], rows)

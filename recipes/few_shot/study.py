@@ -228,15 +228,15 @@ def settle(encoder: nn.Module, episodes: Episodes, chunk: int, batches: int = 20
 
 
 def elsewhere(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each test of an encoder on other tasks than it was trained on; `where` says on which it was."""
+    """A record for each test of an encoder on other tasks than it was trained on, under a label that says so."""
     found: list[dict[str, Any]] = []
     for r in records:
         how = "t of" if r["method"] == UNTRAINED else "trained"
         for cell, scores in r["also"].items():
             ways, shots = cells_of(cell)
-            where = f", {how} {r['ways']}-way {r['shots']}-shot"
+            label = f"{r['label']}, {how} {r['ways']}-way {r['shots']}-shot"
             curve = [{**point, **point["also"][cell]} for point in r["history"]]
-            found.append({**r, "ways": ways, "shots": shots, "scores": scores, "where": where, "history": curve})
+            found.append({**r, "ways": ways, "shots": shots, "scores": scores, "label": label, "history": curve})
     return found
 
 
@@ -247,13 +247,12 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in [*records, *elsewhere(records)]:
-        rows.setdefault((*(r[k] for k in CELL), r["label"] + r.get("where", "")), []).append(r)
+        rows.setdefault((*(r[k] for k in CELL), r["label"]), []).append(r)
     out: list[dict[str, Any]] = []
-    for (*_, label), group in rows.items():
+    for group in rows.values():
         first = group[0]
-        row: dict[str, Any] = {k: first[k] for k in (*CELL, "method", "steps", "every", "lr")}
-        row |= {"label": label, "seeds": len(group), "scores": {}}
-        row["seconds"] = float(np.mean([r["seconds"] for r in group]))
+        row: dict[str, Any] = {k: first[k] for k in (*CELL, "label", "method", "steps", "every", "lr")}
+        row |= {"seeds": len(group), "seconds": float(np.mean([r["seconds"] for r in group])), "scores": {}}
         for name, score in first["scores"].items():
             means = [r["scores"][name]["mean"] for r in group]
             spread = score["interval"]

@@ -47,7 +47,12 @@ def test_a_study_leaves_everything_behind(tmp_path: Path, capsys: pytest.Capture
     with open(out / "curves.csv", newline="") as handle:
         curves = list(csv.DictReader(handle))
     assert [int(c["step"]) for c in curves] == [2, 4] * 2 * (1 + 2) * (2 + 1 + 2)  # seeds, methods, cells as above
-    assert len({c["mean"] for c in curves if c["ways"] in "34"}) > 10  # each cell has a curve of its own
+    own, other = (
+        [float(c["mean"]) for c in curves if c["ways"] == "3" and c["label"] == label]
+        for label in ("gd (K=3, t=0.4)", "gd (K=3, t=0.4), trained 5-way 1-shot")
+    )
+    assert len(own) == len(other) == 4  # two points for each of two seeds, and no curve is taken for another
+    assert own != other
     page = (out / "report.html").read_text()
     assert page.count("<img") == 2 + 3 * 3  # curves; support and two queries of three classes
     assert not re.search(r'(src|href)="(?!data:)', page)
