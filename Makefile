@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types fuzz soak bench bench-quick memory clean
+.PHONY: demo test lint types docs figures release-check fuzz soak bench bench-quick memory clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +31,20 @@ types: $(VENV)/.test
 	$(BIN)/pyright
 	$(BIN)/pyright -p recipes
 	$(BIN)/pyright -p benchmarks
+
+# The site; the tests build it too.
+docs: $(VENV)/.test
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open $(CURDIR)/site/index.html, or, for the search: $(BIN)/mkdocs serve"
+
+# The pictures of the docs, each in less than a minute.
+figures: $(VENV)/.test
+	for f in architecture engines paper schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
+
+# Wheel and sdist, the wheel in an empty environment, README's example against it. See docs/release.md.
+release-check: $(VENV)/.test
+	$(PIP) -e '.[release]'
+	$(BIN)/python tools/release_check.py
 
 # Long: 2,000 random problems for each engine, and the largest error that was found; 400 for the other properties.
 fuzz: $(VENV)/.test
@@ -65,4 +79,4 @@ memory: $(VENV)/.test
 	$(BIN)/python -m benchmarks.memory
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) runs site dist .pytest_cache .ruff_cache .hypothesis

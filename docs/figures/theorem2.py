@@ -7,7 +7,7 @@ Left: h = (w₁ + w₂ − λ)²/2, g = ‖w − c‖²/2, one outer variable; b
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 
 import bilevel_plugin as bilevel
 from bilevel_plugin.binding import Loss
@@ -36,8 +36,8 @@ def descend(
 def line(solver: StepRule) -> list[float]:
     lam = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     model = nn.ParameterDict({"w": torch.tensor([-1.0, 1.0], dtype=torch.float64)})
-    h = lambda m: (m["w"].sum() - lam).square() / 2  # noqa: E731
-    g = lambda m: (m["w"] - C).square().sum() / 2  # noqa: E731
+    h = lambda m: (m["w"].sum() - lam).square() / 2
+    g = lambda m: (m["w"] - C).square().sum() / 2
     return descend(model, h, g, solver, torch.optim.SGD([lam], 0.5), steps=400, times=15)
 
 
@@ -49,8 +49,8 @@ def digits(solver: StepRule) -> list[float]:
     x, y, x_val, y_val = x[:300], y[:300].clone(), x[300:500], y[300:500]
     y[:150] = (y[:150] + torch.randint(1, 10, (150,))) % 10
     lam = torch.zeros(300, requires_grad=True)
-    h = lambda m: (torch.sigmoid(lam) * F.cross_entropy(m(x), y, reduction="none")).mean()  # noqa: E731
-    g = lambda m: F.cross_entropy(m(x_val), y_val)  # noqa: E731
+    h = lambda m: (torch.sigmoid(lam) * F.cross_entropy(m(x), y, reduction="none")).mean()
+    g = lambda m: F.cross_entropy(m(x_val), y_val)
     return descend(nn.Linear(64, 10), h, g, solver, torch.optim.Adam([lam], 0.2), steps=50, times=15)
 
 

@@ -36,8 +36,8 @@ def quadratic(least: float) -> list[float]:
     target, wanted = torch.randn(2, 20, dtype=torch.float64)
     lam = torch.zeros(20, dtype=torch.float64, requires_grad=True)
     model = nn.ParameterDict({"w": torch.zeros(20, dtype=torch.float64)})
-    h = lambda m: (curvature * (m["w"] - target - lam).square()).sum() / 2  # noqa: E731
-    g = lambda m: (m["w"] - wanted).square().sum() / 2  # noqa: E731
+    h = lambda m: (curvature * (m["w"] - target - lam).square()).sum() / 2
+    g = lambda m: (m["w"] - wanted).square().sum() / 2
     return errors(model, h, g, lam, bilevel.GD(1.0))
 
 
@@ -47,8 +47,8 @@ def digits(solver: StepRule) -> list[float]:
     x = x / 16 - 0.3
     lam = torch.zeros(300, dtype=torch.float64, requires_grad=True)
     model = nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 10)).double()
-    h = lambda m: (torch.sigmoid(lam) * F.cross_entropy(m(x[:300]), y[:300], reduction="none")).mean()  # noqa: E731
-    g = lambda m: F.cross_entropy(m(x[300:500]), y[300:500])  # noqa: E731
+    h = lambda m: (torch.sigmoid(lam) * F.cross_entropy(m(x[:300]), y[:300], reduction="none")).mean()
+    g = lambda m: F.cross_entropy(m(x[300:500]), y[300:500])
     return errors(model, h, g, lam, solver)
 
 
