@@ -1,0 +1,102 @@
+"""The site builds without a warning, needs nothing from elsewhere, and its excerpts are what they say."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NEWS = {"NO_MKDOCS_2_WARNING": "1"}  # the theme's news about its own future is no warning of ours
+
+
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    there = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(there)]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | NEWS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return {p.relative_to(there).as_posix(): p.read_text() for p in there.rglob("*.html")}
+
+
+class Fetched(HTMLParser):
+    """What a browser would fetch to show a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        key = {"link": "href", "script": "src", "img": "src", "iframe": "src", "source": "src"}.get(tag)
+        if key and attrs.get(key):
+            self.found.append(attrs[key])
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for name, page in site.items():
+        parser = Fetched()
+        parser.feed(page)
+        assert len(parser.found) > 2  # a style, a script
+        assert not [x for x in parser.found if re.match(r"(https?:)?//", x)], name
+
+
+def test_formulas_are_mathml_and_excerpts_have_their_line(site):
+    page = site["how-it-works.html"]
+    written = (ROOT / "docs/how-it-works.md").read_text().count("$$") // 2
+    assert page.count('<math xmlns="http://www.w3.org/1998/Math/MathML" display="block">') == written > 5
+    assert "arithmatex" not in page
+    line = int(re.search(r"bilevel_plugin/solvers\.py, line (\d+)", page)[1])
+    assert "t * alpha, s * (1 - alpha)" in (ROOT / "bilevel_plugin/solvers.py").read_text().splitlines()[line - 1]
+
+
+def test_every_public_name_is_in_the_reference(site):
+    import bilevel_plugin
+
+    for name in bilevel_plugin.__all__:
+        assert f'id="bilevel_plugin.{name}"' in site["reference.html"], name
+
+
+def test_an_excerpt_that_went_stale_is_noticed(hooks, tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("import os\n\n\ndef f(x):\n    y = x + 1\n    return y\n\n\ndef g():\n    return 2\n")
+    assert hooks.find("y = x + 1\nreturn y\n", path) == 5
+    assert hooks.find("def f(x):\n# …\n    return y\n# …\ndef g():\n", path) == 4
+    for stale in ("y = x + 2\n", "y = x + 1\n    return y\n", "def g():\n# …\ndef f(x):\n"):
+        with pytest.raises(ValueError, match=r"not in a\.py as it stands"):
+            hooks.find(stale, path)
+
+
+def test_folders_of_the_nav(hooks, tmp_path):
+    (tmp_path / "a").mkdir()
+    for name in ("b.md", "index.md", "a.md", "c.txt"):
+        (tmp_path / "a" / name).touch()
+    nav = ["x.md", {"A": "a/"}, {"None": "b/"}, {"Page": "y.md"}]
+    assert hooks.expand(nav, tmp_path) == ["x.md", {"A": ["a/index.md", "a/a.md", "a/b.md"]}, {"Page": "y.md"}]
+
+
+def test_links_that_leave_the_docs(hooks):
+    page = Path("results/x.md")
+    assert hooks.inside("[a](../../CHANGELOG.md)", page) == "[a](../CHANGELOG.md)"
+    assert hooks.inside("[a](../../Makefile) [b](../limits.md#x)", page) == "a [b](../limits.md#x)"
+
+
+def test_one_version():
+    import bilevel_plugin
+
+    for name in ("pyproject.toml", "CITATION.cff"):
+        version = re.search(r"^version\s*[:=]\s*\"?([\w.]+)", (ROOT / name).read_text(), re.MULTILINE)[1]
+        assert version == bilevel_plugin.__version__, name
