@@ -42,7 +42,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def excerpt(match: re.Match[str]) -> str:
         name, code = match.groups()
         try:
-            return f'```py title="{name}, line {find(code, ROOT / name)}"\n{code}```'
+            shown = f"{ELLIPSIS}\n".join(map(textwrap.dedent, _parts(code)))
+            return f'```py title="{name}, line {find(code, ROOT / name)}"\n{shown}```'
         except (OSError, ValueError) as error:
             _log.warning("%s: %s", page.file.src_uri, error)
             return match[0]
@@ -63,7 +64,7 @@ def find(code: str, path: Path) -> int:
     """The line of the file at which the code begins. A line `# …` in it stands for lines that are left out."""
     lines = path.read_text().splitlines()
     at, first = 0, None
-    for part in re.split(rf"^\s*{ELLIPSIS}\n", code, flags=re.MULTILINE):
+    for part in _parts(code):
         wanted = textwrap.dedent(part).splitlines()
         where = next((i for i in range(at, len(lines)) if _dedented(lines[i : i + len(wanted)]) == wanted), None)
         if where is None:
@@ -71,6 +72,10 @@ def find(code: str, path: Path) -> int:
         at, first = where + len(wanted), where + 1 if first is None else first
     assert first is not None
     return first
+
+
+def _parts(code: str) -> list[str]:
+    return re.split(rf"^\s*{ELLIPSIS}\n", code, flags=re.MULTILINE)
 
 
 def _dedented(lines: list[str]) -> list[str]:
