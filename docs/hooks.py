@@ -1,7 +1,7 @@
 """What the site needs beyond mkdocs and its plugins:
 
 - formulas as MathML, made when the site is built, so that a page needs no script for them;
-- excerpts: a block titled with a file of the repository must be in that file, word for word; it gets its line number;
+- excerpts: a block marked `<!-- excerpt of FILE -->` must have its lines in that file; it gets their place as a title;
 - a folder in `nav` stands for the pages that are in it, and for nothing if there are none;
 - CONTRIBUTING.md and CHANGELOG.md, which stay at the root of the repository, as pages.
 """
@@ -20,10 +20,10 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
-ELLIPSIS = "# …"
 _log = logging.getLogger("mkdocs.plugins.docs")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-_EXCERPT = re.compile(r'^```py title="([^"]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
+_EXCERPT = re.compile(r"^<!-- excerpt of (\S+) -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_COMMENT = re.compile(r"(^|\s+)#.*")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]*)[^)]*\)")
 
 
@@ -42,8 +42,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def excerpt(match: re.Match[str]) -> str:
         name, code = match.groups()
         try:
-            shown = f"{ELLIPSIS}\n".join(map(textwrap.dedent, _parts(code)))
-            return f'```py title="{name}, line {find(code, ROOT / name)}"\n{shown}```'
+            return f'```python title="{name}, line {find(code, ROOT / name)}"\n{textwrap.dedent(code)}```'
         except (OSError, ValueError) as error:
             _log.warning("%s: %s", page.file.src_uri, error)
             return match[0]
@@ -61,25 +60,21 @@ def mathml(match: re.Match[str]) -> str:
 
 
 def find(code: str, path: Path) -> int:
-    """The line of the file at which the code begins. A line `# …` in it stands for lines that are left out."""
-    lines = path.read_text().splitlines()
-    at, first = 0, None
-    for part in _parts(code):
-        wanted = textwrap.dedent(part).splitlines()
-        where = next((i for i in range(at, len(lines)) if _dedented(lines[i : i + len(wanted)]) == wanted), None)
-        if where is None:
-            raise ValueError(f"an excerpt is not in {path.name} as it stands: {wanted[0].strip()!r} …")
-        at, first = where + len(wanted), where + 1 if first is None else first
-    assert first is not None
-    return first
+    """The line of the file at which an excerpt begins. Its lines stand in the file in this order, comments aside."""
+    source = enumerate(map(_bare, path.read_text().splitlines()), start=1)
+    places: list[int] = []
+    for line in filter(None, map(_bare, code.splitlines())):
+        place = next((n for n, text in source if text == line), None)
+        if place is None:
+            raise ValueError(f"an excerpt of {path.name} has a line that is not there, or not in this order: {line!r}")
+        places.append(place)
+    if not places:
+        raise ValueError(f"an excerpt of {path.name} has no line of code")
+    return places[0]
 
 
-def _parts(code: str) -> list[str]:
-    return re.split(rf"^\s*{ELLIPSIS}\n", code, flags=re.MULTILINE)
-
-
-def _dedented(lines: list[str]) -> list[str]:
-    return textwrap.dedent("\n".join(lines)).splitlines()
+def _bare(line: str) -> str:
+    return " ".join(_COMMENT.sub("", line).split())
 
 
 def expand(nav: list[Any], docs: Path) -> list[Any]:
