@@ -78,19 +78,26 @@ def _bare(line: str) -> str:
 
 
 def expand(nav: list[Any], docs: Path) -> list[Any]:
-    """The nav with the pages of a folder, its index first, in place of the folder."""
+    """The nav with the pages of a folder in place of the folder."""
     found: list[Any] = []
     for entry in nav:
         if isinstance(entry, dict):
             ((title, content),) = entry.items()
             if isinstance(content, str) and content.endswith("/"):
-                pages = sorted((docs / content).glob("*.md"), key=lambda p: (p.name != "index.md", p.name))
-                content = [p.relative_to(docs).as_posix() for p in pages]
+                content = [p.relative_to(docs).as_posix() for p in in_order(docs / content)]
             if content:
                 found.append({title: content})
         else:
             found.append(entry)
     return found
+
+
+def in_order(folder: Path) -> list[Path]:
+    """The pages of a folder: its index, then the others as the index names them, then those that it does not name."""
+    index = folder / "index.md"
+    text = index.read_text() if index.exists() else ""
+    named = lambda page: text.find(f"({page.name}") if f"({page.name}" in text else len(text)
+    return sorted(folder.glob("*.md"), key=lambda page: (page != index, named(page), page.name))
 
 
 def inside(markdown: str, page: Path) -> str:

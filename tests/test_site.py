@@ -83,10 +83,15 @@ def test_an_excerpt_that_went_stale_is_noticed(hooks, tmp_path):
 
 def test_folders_of_the_nav(hooks, tmp_path):
     (tmp_path / "a").mkdir()
-    for name in ("b.md", "index.md", "a.md", "c.txt"):
+    for name in ("b.md", "index.md", "a.md", "c.txt", "z.md"):
         (tmp_path / "a" / name).touch()
+    (tmp_path / "a" / "index.md").write_text("[z](z.md#x)")
     nav = ["x.md", {"A": "a/"}, {"None": "b/"}, {"Page": "y.md"}]
-    assert hooks.expand(nav, tmp_path) == ["x.md", {"A": ["a/index.md", "a/a.md", "a/b.md"]}, {"Page": "y.md"}]
+    assert hooks.expand(nav, tmp_path) == [
+        "x.md",
+        {"A": ["a/index.md", "a/z.md", "a/a.md", "a/b.md"]},
+        {"Page": "y.md"},
+    ]
 
 
 def test_links_that_leave_the_docs(hooks):
