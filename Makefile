@@ -34,7 +34,7 @@ types: $(VENV)/.test
 
 # The site; the tests build it too.
 docs: $(VENV)/.test
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open $(CURDIR)/site/index.html, or, for the search: $(BIN)/mkdocs serve"
 
 # The pictures of the docs, each in less than a minute.

@@ -9,18 +9,17 @@
 from __future__ import annotations
 
 import html
-import logging
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
-_log = logging.getLogger("mkdocs.plugins.docs")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _EXCERPT = re.compile(r"^<!-- excerpt of (\S+) -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"(^|\s+)#.*")
@@ -44,8 +43,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         try:
             return f'```python title="{name}, line {find(code, ROOT / name)}"\n{textwrap.dedent(code)}```'
         except (OSError, ValueError) as error:
-            _log.warning("%s: %s", page.file.src_uri, error)
-            return match[0]
+            raise PluginError(f"{page.file.src_uri}: {error}") from error
 
     return inside(_EXCERPT.sub(excerpt, markdown), Path(page.file.src_uri))
 
