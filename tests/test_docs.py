@@ -1,0 +1,203 @@
+"""Every code block of README.md and docs/ is run, or is an excerpt of code that is.
+
+What becomes of a block hangs on its language, and on an HTML comment on the line above it:
+
+    python                   run, after the page's earlier blocks, in one namespace with them
+      <!-- needs higher -->    where that module can be imported; where it can't, the rest of the page runs
+      <!-- before -->          one version of a piece of code (run), of which
+      <!-- after -->           is the next (run too, and the `before` of a further one)
+      <!-- excerpt of FILE --> not run: its lines stand in FILE, in this order
+    diff                     what leads from `before` to the `after` that follows; `python tests/test_docs.py` writes it
+    text                     below a python block: what that prints, numbers to 5 %; elsewhere anything
+    none, bash, console      commands: flags are parsed, make targets and scripts exist
+
+Tutorials end in two numbers, `before` and `after`, and IMPROVES says by how much. Pages of coming-from/ end in two lists
+of gradients, `ours` and `theirs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import io
+import re
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.runners import importable
+
+ROOT = Path(__file__).parent.parent
+FENCE = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```([^\n]*)\n(.*?)^```$", re.M | re.S)
+COMMENT = re.compile(r"(^|\s+)#.*")
+NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*\.?\d*")
+
+# How much more `after` has than `before` (accuracy), or less (error), at least.
+IMPROVES: dict[str, float] = {}
+
+
+@dataclass
+class Block:
+    page: str
+    line: int  # of the code's first line
+    mark: str
+    language: str
+    code: str
+
+    @property
+    def needs(self) -> str:
+        return self.mark.removeprefix("needs ") if self.mark.startswith("needs ") else ""
+
+    @property
+    def runs(self) -> bool:
+        return self.language == "python" and not self.mark.startswith("excerpt")
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> Iterator[str]:
+    yield "README.md"
+    yield from sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    assert text.count("\n```") % 2 == 0, f"{page}: a fence is not closed"
+    return [Block(page, text.count("\n", 0, m.start(3)) + 1, m[1] or "", m[2], m[3]) for m in FENCE.finditer(text)]
+
+
+ALL = {page: blocks(page) for page in pages()}
+
+
+def run(block: Block, names: dict[str, Any]) -> str:
+    """Run it as a script would, with the page's lines in tracebacks; what it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec(compile("\n" * (block.line - 1) + block.code, block.page, "exec"), names)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", [page for page, found in ALL.items() if any(b.runs for b in found)])
+def test_a_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for what a page writes
+    missing = {b.needs: why for b in ALL[page] if b.needs and (why := importable(b.needs)) is not True}
+    names: dict[str, Any] = {"__name__": "page"}
+    printed = everything = ""
+    with warnings.catch_warnings():
+        if any(b.needs for b in ALL[page]):
+            warnings.simplefilter("ignore")  # the peers are older than this torch
+        for block in ALL[page]:
+            if block.runs:
+                printed = "" if block.needs in missing else run(block, names)
+                everything += printed
+            elif block.language == "text" and printed:
+                assert alike(printed, block.code), f"{block} does not show what is printed:\n{printed}"
+                printed = ""
+    if missing:
+        pytest.skip("not compared: " + "; ".join(f"{name}: {why}" for name, why in missing.items()))
+    where, stem = page.rpartition("/")[::2]
+    if where == "docs/tutorials":
+        gain = IMPROVES[stem.removesuffix(".md")]
+        assert (names["after"] - names["before"]) / gain >= 1, (names["before"], names["after"])
+    elif where == "docs/coming-from":
+        for a, b in zip(names["ours"], names["theirs"], strict=True):
+            assert a.dtype == b.dtype == torch.float64
+            assert float((a - b).norm() / b.norm()) <= 1e-10
+    elif page == "README.md":
+        wrong, right = map(int, re.findall(r"(\d+)%", everything))
+        assert wrong >= 90
+        assert right <= 10
+        assert names["report"], str(names["report"])
+
+
+def alike(printed: str, shown: str) -> bool:
+    """The same words; numbers to 5 %, or to 0.02 for small ones."""
+    a, b = ([float(x.replace(",", "").replace("−", "-")) for x in NUMBER.findall(text)] for text in (printed, shown))
+    close = len(a) == len(b) and all(abs(x - y) <= max(0.02, 0.05 * abs(y)) for x, y in zip(a, b, strict=True))
+    words = [" ".join(NUMBER.sub("0", text).split()) for text in (printed, shown)]
+    return close and words[0] == words[1]
+
+
+def diffs(page: str) -> Iterator[tuple[Block, str]]:
+    """Each diff block of the page, and the diff that belongs there."""
+    found = ALL[page]
+    for n, block in enumerate(found):
+        if block.language == "diff":
+            before = next(b for b in reversed(found[:n]) if b.mark in ("before", "after"))
+            after = next(b for b in found[n:] if b.mark == "after")
+            lines = difflib.unified_diff(before.code.splitlines(), after.code.splitlines(), n=1, lineterm="")
+            # without the file names and the numbers of lines, which say nothing here
+            hunks = ["@@" if x.startswith("@@") else x.rstrip() for x in list(lines)[2:]]
+            yield block, "\n".join(hunks[1:]) + "\n"
+
+
+@pytest.mark.parametrize("page", [page for page, found in ALL.items() if any(b.language == "diff" for b in found)])
+def test_a_diff_leads_from_the_code_above_it_to_the_code_below(page: str) -> None:
+    for block, right in diffs(page):
+        assert block.code == right, f"{block} is not the diff of the two blocks; python tests/test_docs.py writes it"
+
+
+EXCERPTS = [b for found in ALL.values() for b in found if b.mark.startswith("excerpt")]
+
+
+@pytest.mark.parametrize("block", EXCERPTS, ids=str)
+def test_an_excerpt_stands_in_its_file(block: Block) -> None:
+    def lines(text: str) -> list[str]:
+        return [x for line in text.splitlines() if (x := " ".join(COMMENT.sub("", line).split()))]
+
+    source = iter(lines((ROOT / block.mark.removeprefix("excerpt of ")).read_text()))
+    for line in lines(block.code):
+        assert line in source, f"{block}: not there, or not in this order: {line}"
+
+
+COMMANDS = [b for found in ALL.values() for b in found if b.language in ("", "bash", "console")]
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_are_ones_that_exist(block: Block) -> None:
+    """They may take hours, so they are not run: the recipes' tests run each command on small data."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if not words:
+            continue
+        program, flags = words[0].removeprefix(".venv/bin/"), words[1:]
+        if program == "make":
+            assert {x for x in flags if "=" not in x} <= targets, line
+        elif program == "python" and flags[0] == "-m":
+            module = importlib.import_module(f"{flags[1]}.__main__")
+            if flags[2:] != ["--help"]:
+                module.parser().parse_args(flags[2:])
+        elif program == "python":
+            assert (ROOT / flags[0]).exists(), line
+        else:
+            assert program in ("pip", "git", "cd", "bilevel"), f"{block}: what is {program}? (text goes in ```text)"
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    for block in (b for found in ALL.values() for b in found):
+        assert block.language not in ("py", "python3", "pycon"), f"{block}: python blocks are marked as python"
+        known = block.mark.split(" ")[0] in ("", "needs", "before", "after", "excerpt")
+        assert known or block.language != "python", f"{block}: what does <!-- {block.mark} --> mean?"
+    assert {f"docs/tutorials/{name}.md" for name in IMPROVES} == {
+        page for page in ALL if page.startswith("docs/tutorials/") and not page.endswith("index.md")
+    }
+
+
+if __name__ == "__main__":  # write the diffs into the pages
+    for page in sys.argv[1:] or list(ALL):
+        path, text = ROOT / page, (ROOT / page).read_text()
+        for block, right in diffs(page):
+            old = f"```diff\n{block.code}```"
+            assert text.count(old) == 1, f"{block}: this diff stands on the page twice"
+            text = text.replace(old, f"```diff\n{right}```")
+        path.write_text(text)
