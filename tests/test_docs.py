@@ -34,6 +34,7 @@ import pytest
 import torch
 
 from benchmarks.runners import importable
+from recipes.vision import torchvision
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```([^\n]*)\n(.*?)^```$", re.M | re.S)
@@ -89,10 +90,12 @@ def run(block: Block, names: dict[str, Any]) -> str:
 @pytest.mark.parametrize("page", [page for page, found in ALL.items() if any(b.runs for b in found)])
 def test_a_page_runs_as_printed(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # for what a page writes
+    torchvision("datasets")  # transformers and Lightning import it, which fails beside a CPU torch without this
     missing = {b.needs: why for b in ALL[page] if b.needs and (why := importable(b.needs)) is not True}
     names: dict[str, Any] = {"__name__": "page"}
     printed = everything = ""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightning\.")  # of torch's newer ways, in its own code
         if any(b.needs for b in ALL[page]):
             warnings.simplefilter("ignore")  # the peers are older than this torch
         for block in ALL[page]:
