@@ -1,4 +1,4 @@
-"""The few-shot command, end to end: files, resume after kill -9, errors; its cost; the task source of the docs."""
+"""The few-shot command, end to end: files, resume after kill -9, errors; its cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from recipes.few_shot import cost
 from recipes.few_shot.__main__ import main, parser, settings
 from recipes.few_shot.study import Settings, fingerprint, jobs, run, summary, tasks
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--tasks", "3", "--outer-steps", "4", "--queries", "4", "--steps", "3", "--test-episodes", "20"]
 SMALL += ["--curve-points", "2", "--curve-episodes", "10", "--test-steps", "1,6", "--quiet", "--threads", "1"]
 
@@ -170,15 +169,3 @@ def test_cost_compares_equal_gradients(solver: str, capsys: pytest.CaptureFixtur
     assert len(found) == (2 if solver == "gd" else 1)
     assert all(float(value) < 1e-4 for value in found)
     assert "the recipe's outer step" in printed
-
-
-def test_the_example_in_the_docs_runs() -> None:
-    """docs/few_shot.md: a task source of another library as an iterator of batches."""
-    text = (ROOT / "docs/few_shot.md").read_text()
-    blocks = re.findall(r"<!-- run by tests -->\n```python\n(.*?)```", text, re.S)
-    assert len(blocks) == 2
-    names: dict[str, Any] = {}
-    for block in blocks:
-        exec(block, names)
-    assert names["result"].encoder is not None
-    assert 0.2 < names["found"]["5"].mean <= 1
