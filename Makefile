@@ -14,6 +14,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) -e '.[test]'
+	-$(PIP) --no-deps betty-ml
 	touch $@
 
 demo: $(VENV)/.demo
@@ -64,7 +65,6 @@ soak: $(VENV)/.test
 # Side by side with the peers: time, memory, error, time to quality. `bench` takes hours, `bench-quick` minutes.
 $(VENV)/.bench: $(VENV)/.test
 	$(PIP) -e '.[peers]'
-	-$(PIP) --no-deps betty-ml
 	-$(PIP) --no-deps boat-torch
 	touch $@
 

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ is run, or is an excerpt of code that is.
+"""Every code block of README.md and docs/ is run, or is an excerpt of code that is; and every notebook.
 
 What becomes of a block hangs on its language, and on an HTML comment on the line above it:
 
@@ -18,6 +18,7 @@ in two lists of gradients, `ours` and `theirs`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import importlib
 import io
@@ -30,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import nbclient
+import nbformat
 import pytest
 import torch
 
@@ -134,6 +137,28 @@ def alike(printed: str, shown: str) -> bool:
     close = len(a) == len(b) and all(abs(x - y) <= max(0.02, 0.05 * abs(y)) for x, y in zip(a, b, strict=True))
     words = [" ".join(NUMBER.sub("0", text).split()) for text in (printed, shown)]
     return close and words[0] == words[1]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_prints_what_is_stored_in_it(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # this code, wherever an installation points
+    stored = nbformat.read(path, as_version=4)
+    fresh = copy.deepcopy(stored)
+    fresh.cells.append(nbformat.v4.new_code_cell("import sys; sys.executable"))
+    nbclient.NotebookClient(fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
+    assert fresh.cells.pop().outputs[0]["data"]["text/plain"].strip("'") == sys.executable
+    for old, new in zip(stored.cells, fresh.cells, strict=True):
+        before, after = (list(map(shown, cell.get("outputs", []))) for cell in (old, new))
+        assert len(before) == len(after), new
+        for a, b in zip(after, before, strict=True):
+            assert alike(a, b), f"{path.name} does not show what is printed:\n{a}"
+
+
+def shown(output: Any) -> str:
+    """An output as text; of a picture, that it is one."""
+    return output["text"] if "text" in output else " ".join(sorted(output["data"]))
 
 
 def diffs(page: str) -> Iterator[tuple[Block, str]]:
