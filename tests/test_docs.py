@@ -25,6 +25,7 @@ import io
 import re
 import shlex
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +41,9 @@ from benchmarks.runners import importable
 from recipes.vision import torchvision
 
 ROOT = Path(__file__).parent.parent
-FENCE = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```([^\n]*)\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(
+    r"^(?: *<!-- ([^\n]*) -->\n)?( *)```(\w*)[^\n]*\n(.*?)^\2```$", re.M | re.S
+)
 COMMENT = re.compile(r"(^|\s+)#.*")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*\.?\d*")
 
@@ -78,8 +81,9 @@ def pages() -> Iterator[str]:
 
 def blocks(page: str) -> list[Block]:
     text = (ROOT / page).read_text()
-    assert text.count("\n```") % 2 == 0, f"{page}: a fence is not closed"
-    return [Block(page, text.count("\n", 0, m.start(3)) + 1, m[1] or "", m[2], m[3]) for m in FENCE.finditer(text)]
+    found = list(FENCE.finditer(text))
+    assert len(re.findall(r"^ *```", text, re.M)) == 2 * len(found), f"{page}: a fence is not closed"
+    return [Block(page, text.count("\n", 0, m.start(4)) + 1, m[1] or "", m[3], textwrap.dedent(m[4])) for m in found]
 
 
 ALL = {page: blocks(page) for page in pages()}
@@ -201,20 +205,22 @@ def test_commands_are_ones_that_exist(block: Block) -> None:
     """They may take hours, so they are not run: the recipes' tests run each command on small data."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
     for line in block.code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
+        words = [w for w in shlex.split(line, comments=True) if w != "$" and not re.match(r"[A-Z_]+=", w)]
         if not words:
             continue
         program, flags = words[0].removeprefix(".venv/bin/"), words[1:]
         if program == "make":
-            assert {x for x in flags if "=" not in x} <= targets, line
-        elif program == "python" and flags[0] == "-m":
-            module = importlib.import_module(f"{flags[1]}.__main__")
-            if flags[2:] != ["--help"]:
+            assert set(flags) <= targets, line
+        elif program == "python" and flags[:1] == ["-m"] and flags[1].split(".")[0] in ("recipes", "benchmarks"):
+            module = importlib.import_module(flags[1])
+            module = importlib.import_module(f"{flags[1]}.__main__") if hasattr(module, "__path__") else module
+            if flags[2:] and flags[2:] != ["--help"]:
                 module.parser().parse_args(flags[2:])
-        elif program == "python":
+        elif program == "python" and flags[0].endswith(".py"):
             assert (ROOT / flags[0]).exists(), line
         else:
-            assert program in ("pip", "git", "cd", "bilevel"), f"{block}: what is {program}? (text goes in ```text)"
+            known = ("python", "pip", "git", "cd", "pytest", "ruff", "pyright", "mkdocs")
+            assert program in known, f"{block}: what is {program}? (text goes in ```text)"
 
 
 def test_every_block_is_of_a_known_kind() -> None:
