@@ -41,9 +41,7 @@ from benchmarks.runners import importable
 from recipes.vision import torchvision
 
 ROOT = Path(__file__).parent.parent
-FENCE = re.compile(
-    r"^(?: *<!-- ([^\n]*) -->\n)?( *)```(\w*)[^\n]*\n(.*?)^\2```$", re.M | re.S
-)
+FENCE = re.compile(r"^(?: *<!-- ([^\n]*) -->\n)?( *)```(\w*)[^\n]*\n(.*?)^\2```$", re.M | re.S)
 COMMENT = re.compile(r"(^|\s+)#.*")
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*\.?\d*")
 
