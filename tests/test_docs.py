@@ -91,7 +91,7 @@ def run(block: Block, names: dict[str, Any]) -> str:
     """Run it as a script would, with the page's lines in tracebacks; what it prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        exec(compile("\n" * (block.line - 1) + block.code, block.page, "exec"), names)
+        exec(compile("\n" * (block.line - 1) + block.code, block.page, "exec", dont_inherit=True), names)
     return out.getvalue()
 
 

@@ -1,5 +1,6 @@
 """Several processes that share an inner problem find what one process finds on the union of their batches."""
 
+import re
 import subprocess
 import sys
 import time
@@ -128,3 +129,13 @@ def test_what_takes_no_group(group):
         refuse(group=group, tasks=2)
     with pytest.raises(ValueError, match="there is no group="):
         refuse(local=torch.zeros(1, requires_grad=True))
+
+
+def test_the_example_of_the_docs():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*command, HERE / "parallel_example.py"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ranks_, shared, own = zip(*re.findall(r"rank (\d): mu.grad (\S+), lam.grad (\d.\d{6})", done.stdout), strict=True)
+    assert sorted(ranks_) == ["0", "1"]
+    assert shared[0] == shared[1]
+    assert own[0] != own[1]
