@@ -36,7 +36,8 @@ class Binding:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         _refuse(model)
-        self.model, self.group = model, None
+        self.model = model
+        self.group: Any = None  # of processes that take part
         self.parameters = _inner_parameters(model, optimizer)
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None}
         self.modules = tuple(model.modules())

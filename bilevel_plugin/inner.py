@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from threading import get_ident
@@ -100,7 +101,8 @@ class Inner:
         self._losses = h, g
         self._rule = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(hypergrad)
-        self._model, self._optimizer, self._tasks, self._group = model, optimizer, tasks, group
+        self._model, self._optimizer, self._tasks = model, optimizer, tasks
+        self._group = None if group is None else weakref.ref(group)  # held past its end, it aborts the process (gloo)
         self._local = () if isinstance(local, tuple) and not local else tuple(flatten(local).values())
         if group is None and self._local:
             raise ValueError("bilevel.inner: local= is for a group of processes, and there is no group=.")
@@ -129,7 +131,10 @@ class Inner:
             elif self._group is not None:
                 from .parallel import ParallelBinding
 
-                binding = ParallelBinding(model, optimizer, self._group, self._local)
+                group = self._group()
+                if group is None:
+                    raise RuntimeError("bilevel.inner: the group of processes has ended (destroy_process_group).")
+                binding = ParallelBinding(model, optimizer, group, self._local)
             else:
                 binding = Binding(model, optimizer)
         if optimizer is None:
@@ -437,6 +442,7 @@ class Loop:
     def close(self) -> None:
         """Forget everything that the loop holds."""
         self._closed = True
+        self._binding.group = None
         self._z, self._origin, self._buffers, self._outer = {}, {}, {}, ()
         self._tape = self._engine.tape()
         self._watch = Watch()
