@@ -91,10 +91,13 @@ def markdown(results: dict[str, Any]) -> str:
     page = [
         "# Side by side with the peers",
         "",
-        f"`{results['command']}`, {results['when']}. {m['cpu']}, {s['threads']} cores, {m['memory_gib']} GiB, "
+        f"Finished {results['when']}. {m['cpu']}, {s['threads']} cores, {m['memory_gib']} GiB, "
         f"{m['system']}, Python {m['python']}, torch {m['torch']}; {', '.join(m['packages'].values())}. "
-        f"Size: {s['size']}. "
-        f"malloc of all runners: {s['malloc']}.",
+        f"Size: {s['size']}. malloc of all runners: {s['malloc']}. Made by",
+        "",
+        "```",
+        *results["commands"],
+        "```",
         "",
     ]  # fmt: skip
     table = results.get("table", {})
@@ -145,7 +148,7 @@ def problem(name: str, found: dict[str, Any]) -> list[str]:
     head += ["error", "operators"]
     lines = [f"## {name}: {found['title']}, K = {found['steps']}", ""]
     if plain is not None:
-        lines += [f"Unit: {found['unit']}, {seconds(found['plain'])} s.", ""]
+        lines += [f"Unit: {found['unit']}, {seconds(found['plain'])} s. {len(found['plain'])} rounds.", ""]
     lines += [*grid(head, (cells(r, row) for r, row in rows.items())), ""]
     remarks = [f"- {r}: {row['remark']}." for r, row in rows.items() if row.get("remark")]
     remarks += [f"- {r}: compiled in {row['prepare']:.1f} s, which is not in its time." for r, row in rows.items()
