@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from . import ranks, tables
+from .device import set_tf32
 
 FORMAT = 1  # of a checkpoint; another number is not read
 
@@ -182,12 +183,13 @@ def sweep(
     return records
 
 
-def set_up(device: str, threads: int | None) -> None:
-    """Set torch's threads, and make sure of the device."""
+def set_up(device: str, threads: int | None, tf32: bool = False) -> None:
+    """Set torch's threads and the precision of a GPU, and make sure of the device."""
     if threads:
         torch.set_num_threads(threads)
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"recipes: --device {device}, but torch sees no CUDA device here; use --device cpu")
+    set_tf32(tf32)
 
 
 def versions() -> dict[str, Any]:

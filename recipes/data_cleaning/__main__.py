@@ -80,7 +80,9 @@ FLAGS: Flags = {
     ],
     "run": [
         ("device", str, "DEV", "cpu or cuda (cpu)"),
-        ("bf16", bool, None, "autocast to bfloat16"),
+        ("bf16", bool, None, "autocast to bfloat16; weights and their updates stay in float32"),
+        ("tf32", bool, None, "let float32 products and convolutions on a GPU round to TF32 (no)"),
+        ("channels-last", bool, None, "weights of convolutions in that layout, for a GPU with --bf16 or --tf32 (no)"),
         ("workers", int, "W", "processes that prepare mini-batches (0)"),
         ("threads", int, "N", "torch threads; a run repeats bit for bit with the same number (torch's default)"),
     ],

@@ -23,6 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 import bilevel_plugin as bilevel
 
 from .. import ranks
+from ..device import host, number, place
 from ..models import autocast
 
 Pair = tuple[Tensor, Tensor]
@@ -110,7 +111,7 @@ def clean(
         """This process's share of a batch, and what its losses are divided by, so that their mean is the batch's."""
         return len(batch[0]) / ranks.size(group), *ranks.share(batch, group)
 
-    def solve(rows: Tensor) -> tuple[Tensor, Tensor, float]:
+    def solve(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Train K steps on these rows: ∂g(w_K)/∂λ, the logits of all samples at w_K, and g(w_K)."""
         noisy = batches(train, rows, batch_size, draw, workers)
         checked = batches(validation, torch.arange(len(validation[1])), batch_size, draw, workers)
@@ -119,28 +120,28 @@ def clean(
             for _ in range(steps):
                 loop.step(*mine(*next(noisy)), outer=mine(*next(checked)[:2]))
             grad = loop.hypergrad(lam) if judge == "validation" or influence else torch.zeros_like(lam)
-            value = float(loop.value)
-            logits = predict(loop, model, x)
+            value, logits = loop.value, predict(loop, model, x)
             if warm:
                 loop.commit_()
         return grad, logits, value
 
-    def by_validation() -> float:
+    def by_validation() -> Tensor:
         nonlocal scores
         lam.grad, scores, value = solve(torch.arange(n))
         adam.step()
         return value
 
-    def by_evidence() -> float:
+    def by_evidence() -> Tensor:
         nonlocal scores
-        weight, gain, value = torch.sigmoid(lam.detach()), torch.zeros_like(lam), 0.0
+        weight, gain, value = torch.sigmoid(lam.detach()), torch.zeros_like(lam), lam.new_zeros(())
         halves = torch.randperm(n, generator=draw).chunk(2)
         for seen, held in (halves, halves[::-1]):
             grad, logits, last = solve(seen)
             scores = logits if len(scores) == 0 else scores
+            held = place(held, x.device)
             scores[held] = logits[held]
             gain -= influence * n * grad / (weight * (1 - weight))  # ∂σ/∂λ divided out; 0 for what was held out
-            value += last / 2
+            value = value + last / 2
         new = log_odds(scores, y) + gain
         lam.data.lerp_(new.clamp(-CAP, CAP), eta if history else 1.0)  # the start has no say in the mean
         return value
@@ -151,13 +152,13 @@ def clean(
         draw, begin = torch.Generator().manual_seed(1_000_003 * seed + step), time.perf_counter()
         with torch.random.fork_rng([x.device] if x.is_cuda else []):
             torch.manual_seed(1_000_003 * seed + step)
-            value = by_validation() if judge == "validation" else by_evidence()
+            value = number(by_validation() if judge == "validation" else by_evidence())  # waits for a device
         spent += time.perf_counter() - begin
-        history.append({"step": step + 1, "g": value, "kept": int((lam >= 0).sum()), "seconds": spent})
+        history.append({"step": step + 1, "g": value, "kept": number((lam >= 0).sum()), "seconds": spent})
         if on_step is not None:
-            now = {"lam": lam.detach().cpu(), "scores": scores.cpu(), "history": history}
+            now = {"lam": host(lam), "scores": host(scores), "history": history}
             on_step({**now, "adam": adam.state_dict(), "model": model.state_dict()})
-    return Result(lam.detach().cpu(), suggest(scores, y, lam), history, spent)
+    return Result(host(lam), suggest(scores, y, lam), history, spent)
 
 
 OUTER_STEPS = {"evidence": 6, "validation": 10}
@@ -169,23 +170,22 @@ def log_odds(logits: Tensor, y: Tensor) -> Tensor:
     p = softmax(logits·τ). π, the share of right labels, and τ, which mends over- and underconfidence, are those
     of the highest likelihood of the given labels: π by its fixed point π = mean σ(log-odds), τ from a grid.
     """
-    best, odds = -math.inf, torch.zeros(len(y))
+    likelihoods, odds = list[Tensor](), list[Tensor]()
     for tau in torch.logspace(-2, 5, 15, base=2).tolist():
         p = (tau * logits.float()).log_softmax(1).gather(1, y[:, None])[:, 0].clamp(-30, -1e-6)
         wrong = torch.log1p(-p.exp()) - math.log(logits.shape[1] - 1)
-        share = torch.tensor(0.5, device=p.device)
+        share = p.new_full((), 0.5)
         for _ in range(50):
             share = torch.sigmoid(p - wrong + torch.logit(share)).mean().clamp(0.01, 0.99)
-        likelihood = float(torch.logaddexp(share.log() + p, (1 - share).log() + wrong).mean())
-        if likelihood > best:
-            best, odds = likelihood, p - wrong + torch.logit(share)
-    return odds
+        likelihoods.append(torch.logaddexp(share.log() + p, (1 - share).log() + wrong).mean())
+        odds.append(p - wrong + torch.logit(share))
+    return torch.stack(odds).index_select(0, torch.stack(likelihoods).argmax(0, keepdim=True))[0]
 
 
 def suggest(scores: Tensor, y: Tensor, lam: Tensor) -> Tensor:
     """The given label of a kept sample; of any other the class with the highest score among the rest."""
     other = scores.scatter(1, y[:, None], -torch.inf).argmax(1)
-    return torch.where(lam.detach() >= 0, y, other).cpu()
+    return host(torch.where(lam.detach() >= 0, y, other))
 
 
 def make_solver(solver: str | Any, every: int = 1) -> Any:
@@ -224,7 +224,7 @@ class Indexed(Dataset[tuple[Tensor, Tensor, Tensor]]):
         return len(self.rows)
 
     def __getitem__(self, index: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        i = self.rows[index]
+        i = place(self.rows[index], self.pair[0].device)
         return self.pair[0][i], self.pair[1][i], i
 
 
@@ -234,9 +234,14 @@ def batches(
     """Batches (x, y, i) without end: the same full batch, or shuffled mini-batches, epoch after epoch."""
     data = Indexed(pair, rows)
     if size is None or size >= len(rows):
-        whole = pair if len(rows) == len(pair[1]) else (pair[0][rows], pair[1][rows])
+        i = place(rows, pair[0].device)
+        whole = pair if len(rows) == len(pair[1]) else (pair[0][i], pair[1][i])
         while True:
-            yield (*whole, rows)
+            yield (*whole, i)
+    if workers and pair[0].is_cuda:
+        raise ValueError(
+            f"recipes: the data are on {pair[0].device}, where no other process can cut batches; workers=0"
+        )
     sampler = BatchSampler(RandomSampler(data, generator=generator), size, drop_last=True)
     loader = DataLoader(data, sampler=sampler, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
     while True:

@@ -55,6 +55,8 @@ class Settings:
     seeds: int = 1
     device: str = "cpu"
     bf16: bool = False
+    tf32: bool = False
+    channels_last: bool = False
     workers: int = 0
     threads: int | None = None
 
@@ -118,7 +120,7 @@ def jobs(s: Settings) -> Iterator[Job]:
 
 def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
     """Run what is not done yet, and return the record of every run."""
-    runs.set_up(s.device, s.threads)
+    runs.set_up(s.device, s.threads, s.tf32)
     return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
 
 
@@ -173,6 +175,8 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     """One run: judge every training sample, then measure the verdict."""
     p = problem(s, job)
     model = build(job.model, p.shape, p.classes, job.seed).to(s.device)
+    if s.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     options: dict[str, Any] = {"steps": s.fit_steps, "lr": s.fit_lr, "batch_size": s.batch_size, "seed": job.seed}
     truth = p.split.clean
     record: dict[str, Any] = {**asdict(job), "label": job.label, "history": []}

@@ -83,7 +83,8 @@ FLAGS: Flags = {
     "run": [
         ("save-every", int, "N", "outer steps between checkpoints: what a kill can lose at most (50)"),
         ("device", str, "DEV", "cpu or cuda (cpu)"),
-        ("bf16", bool, None, "autocast of the encoder to bfloat16"),
+        ("bf16", bool, None, "autocast of the encoder to bfloat16; weights and heads stay in float32"),
+        ("tf32", bool, None, "let float32 products and convolutions on a GPU round to TF32 (no)"),
         ("threads", int, "N", "torch threads; a run repeats bit for bit with the same number (torch's default)"),
     ],
 }  # fmt: skip

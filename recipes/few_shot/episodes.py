@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..device import place
 from .sources import Part
 
 Pair = tuple[Tensor, Tensor]
@@ -28,7 +29,9 @@ class Images:
             raise ValueError(f"recipes.few_shot: images of {x.shape[-2]} × {x.shape[-1]} can't be turned; use turns=1")
         self.shape, self.turns, self.device = tuple(x.shape[1:]), turns, torch.device(device)
         self._x = x.flatten(2).to(device)
-        self._counts = torch.bincount(y).to(device)
+        counts = torch.bincount(y)
+        self._fewest, self._most = int(counts.min()), int(counts.max())  # read once: a GPU's would be waited for
+        self._counts = counts.to(device)
         self._starts = self._counts.cumsum(0) - self._counts
         pixels = torch.arange(x.shape[-1] * x.shape[-2]).reshape(x.shape[-2:])
         self._turned = torch.stack([pixels.rot90(r, (0, 1)).flatten() for r in range(turns)]).to(device)
@@ -54,17 +57,19 @@ class Images:
 
     def draw(self, tasks: int, ways: int, samples: int, generator: torch.Generator) -> Tensor:
         """Items of random tasks, (tasks, samples, ways): in a task no class and no image comes twice."""
-        if ways > self.classes or samples > int(self._counts.min()):
+        if ways > self.classes or samples > self._fewest:
             raise ValueError(
                 f"recipes.few_shot: {ways} ways with {samples} images of each class were asked for; there are "
-                f"{self.classes} classes (with their turns), the smallest of {int(self._counts.min())} images"
+                f"{self.classes} classes (with their turns), the smallest of {self._fewest} images"
             )
         lot = torch.rand(tasks, self.classes, generator=generator, device=generator.device)
-        chosen = lot.topk(ways).indices.to(self.device)
+        chosen = place(lot.topk(ways).indices, self.device)
         turn, kind = chosen // len(self._counts), chosen % len(self._counts)
         counts = self._counts[kind]
-        lot = torch.rand(tasks, ways, int(self._counts.max()), generator=generator, device=generator.device)
-        lot = lot.to(self.device).masked_fill(torch.arange(lot.shape[-1], device=self.device) >= counts[..., None], -1)
+        lot = torch.rand(tasks, ways, self._most, generator=generator, device=generator.device)
+        lot = place(lot, self.device).masked_fill(
+            torch.arange(lot.shape[-1], device=self.device) >= counts[..., None], -1
+        )
         row = self._starts[kind][..., None] + lot.topk(samples).indices
         return (row + turn[..., None] * len(self._x)).transpose(1, 2).contiguous()
 

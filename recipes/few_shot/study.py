@@ -62,6 +62,7 @@ class Settings:
     save_every: int = 50
     device: str = "cpu"
     bf16: bool = False
+    tf32: bool = False
     threads: int | None = None
 
 
@@ -114,7 +115,7 @@ def jobs(s: Settings) -> Iterator[Job]:
 
 def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
     """Run what is not done yet, and return the record of every run."""
-    runs.set_up(s.device, s.threads)
+    runs.set_up(s.device, s.threads, s.tf32)
     return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
 
 

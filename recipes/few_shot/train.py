@@ -198,7 +198,8 @@ def _as_one(encoder: nn.Module, group: Any) -> None:
 def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: int, rule: Rule, hypergrad: Any) -> None:
     """Adapt the heads of all tasks, and add the hypergradient into the .grad of what the features came from."""
     f, y = support
-    head = zero_head(f.shape[-1], ways).to(f)
+    with f.device:  # made there: a copy to a GPU would wait until the features are done
+        head = zero_head(f.shape[-1], ways).to(f)
     with bilevel.inner(head, loss, loss, solver=rule, tasks=len(f), hypergrad=hypergrad) as loop:
         loop.run(steps, f, y, outer=seen)
         loop.backward(outer=judged)  # through all heads, then once through the encoder
