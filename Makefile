@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs figures release-check fuzz soak bench bench-quick memory clean
+.PHONY: demo test lint types docs figures release-check fuzz soak bench bench-quick memory gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -73,6 +73,10 @@ bench: $(VENV)/.bench
 
 bench-quick: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --quick --out runs/bench-quick
+
+# On a machine with a GPU: what could not be run without one, and a page to send us.
+gpu-check: $(VENV)/.test
+	$(BIN)/python -m benchmarks.gpu_check $(if $(DEVICE),--device $(DEVICE))
 
 # Peak memory and time of the engines on an MLP 784-300-10, each in a process of its own.
 memory: $(VENV)/.test

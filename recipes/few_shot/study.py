@@ -23,6 +23,8 @@ from .evaluate import evaluate
 from .train import meta_train
 
 UNTRAINED = "untrained"
+# images of at most so many pixels are down to one before a convolution of stride 2, see docs/limits.md
+ONE_PIXEL = {"conv4": 8, "resnet18": 16}
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,12 @@ def check(s: Settings) -> None:
             raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
     trained = list(itertools.product(s.ways, s.shots))
     for name in s.dataset:
+        size = min(_images(s, name, "train").shape[1:])
+        if s.bf16 and torch.device(s.device).type == "cpu" and any(size <= ONE_PIXEL.get(m, 0) for m in s.model):
+            raise ValueError(
+                f"recipes.few_shot: --bf16 on the CPU, and images of {size} pixels, of which the last convolution sees "
+                "one: torch's gradient of its weights is wrong in bf16; leave --bf16 out"
+            )
         tested = [*trained, *map(cells_of, s.also)]
         for part, cells, queries in (("train", trained, train_queries(s)), (s.test_on, tested, s.queries)):
             for ways, shots in cells:

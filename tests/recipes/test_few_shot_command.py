@@ -104,6 +104,7 @@ def test_other_settings_are_not_resumed_and_a_finished_run_is_not_done_again(
         (["--train-queries", "200"], "5 ways with 201 images of each class"),
         (["--features", "flat", *SMALL], "one of sphere, centred, raw; got 'flat'"),
         (["--eta", "1e30", *SMALL], "a smaller --lr or --eta"),
+        (["--bf16"], "images of 8 pixels, of which the last convolution sees one"),
     ],
 )
 def test_mistakes_get_one_line(
