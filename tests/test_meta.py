@@ -3,9 +3,29 @@
 import pytest
 import torch
 from problems import weighted
-from torch import nn
+from test_real_models import Attend, Sequence
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import bilevel_plugin as bilevel
+
+COPIES = ("_to_copy", "copy_")  # what is asked for by name
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses an operation on tensors of two devices. A GPU would take an index of the host, and wait for it."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
+        if len({x.device for x in tensors}) > 1 and func.overloadpacket.__name__ not in COPIES:
+            raise AssertionError(f"{func} mixes {', '.join(f'{x.device} {tuple(x.shape)}' for x in tensors)}")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_watch_sees_an_index_of_the_host():
+    with OneDevice(), pytest.raises(AssertionError, match="mixes meta"):
+        torch.zeros(3, device="meta")[torch.arange(2)]
 
 
 @pytest.mark.parametrize("tasks", [None, 3])
@@ -16,6 +36,7 @@ import bilevel_plugin as bilevel
         "reverse",
         bilevel.Reverse("sqrt"),
         bilevel.Reverse(truncate=2),
+        bilevel.Reverse(offload=True),
         bilevel.Reverse(memory="1GiB"),
         "unroll",
         "forward",
@@ -33,7 +54,7 @@ def test_no_step_reads_the_device(engine, optimizer, tasks):
     options = {"solver": bilevel.BiGSAM(t)}
     if optimizer:
         options["optimizer"] = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
-    with bilevel.inner(model, h, g, hypergrad=engine, tasks=tasks, **options) as loop:
+    with OneDevice(), bilevel.inner(model, h, g, hypergrad=engine, tasks=tasks, **options) as loop:
         loop.run(3, x, y, outer=(x, y))
         grads = loop.hypergrad([lam, t])
         loop.backward()
@@ -42,3 +63,24 @@ def test_no_step_reads_the_device(engine, optimizer, tasks):
             loop.commit_()
     assert [g.shape for g in grads] == [(5,), ()]
     assert all(g.device.type == "meta" for g in (*grads, lam.grad, t.grad))
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 5)),
+        lambda: Sequence(nn.LSTM(8, 8, batch_first=True)),
+        lambda: Sequence(Attend()),
+    ],
+    ids=["convolution", "LSTM", "attention"],
+)
+def test_no_layer_reads_the_device(layers, engine):
+    with torch.device("meta"):
+        model, lam = layers(), torch.zeros(4, requires_grad=True)
+        x = torch.zeros(4, 3, dtype=torch.long) if isinstance(model, Sequence) else torch.zeros(4, 1, 5, 5)
+        y = torch.zeros(4, dtype=torch.long)
+    h, g = weighted(lam)
+    with OneDevice(), bilevel.inner(model, h, g, hypergrad=engine) as loop:
+        loop.run(2, x, y, outer=(x, y))
+        assert loop.hypergrad(lam).shape == (4,)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from test_meta import OneDevice
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import bilevel_plugin as bilevel
@@ -21,22 +21,6 @@ from recipes.few_shot.sources import Part
 from recipes.models import build, build_encoder
 
 META = torch.device("meta")
-COPIES = ("_to_copy", "copy_")  # what is asked for by name
-
-
-class OneDevice(TorchDispatchMode):
-    """Refuses an operation on tensors of two devices. A GPU would take an index of the host, and wait for it."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()]
-        if len({x.device for x in tensors}) > 1 and func.overloadpacket.__name__ not in COPIES:
-            raise AssertionError(f"{func} mixes {', '.join(f'{x.device} {tuple(x.shape)}' for x in tensors)}")
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_watch_sees_an_index_of_the_host() -> None:
-    with OneDevice(), pytest.raises(AssertionError, match="mixes meta"):
-        torch.zeros(3, device=META)[torch.arange(2)]
 
 
 def images(n: int) -> tuple[Tensor, Tensor]:
