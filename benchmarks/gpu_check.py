@@ -403,15 +403,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if torch.device(a.device).type == "cuda" and not torch.cuda.is_available():
         print("gpu-check: torch sees no CUDA GPU here, so there is nothing to check.", file=sys.stderr)
         return 2
+    if torch.device(a.device).type == "cuda":
+        torch.cuda.set_device(torch.device(a.device).index or 0)  # whose memory is measured
     precision = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    set_tf32(False)
     page, well = [f"# gpu-check on {a.device}\n", machine(a.device)], True
     checks = {**CHECKS, "Recipes": lambda device: recipes(device, a.size == "tiny")}
     try:
         for title, check in checks.items():
+            set_tf32(False)  # a recipe may have left it on
             text, holds = lines(title, lambda check=check: check(a.device))
             print("\n".join(text), flush=True)
             page, well = page + text, well and holds
+        set_tf32(False)
         text = ["\n## Time and memory"]
         text += table(a.device, a.problems.split(","), a.size, a.rounds, a.runners.split(","))
         print("\n".join(text))
