@@ -133,6 +133,29 @@ def held(what: str, error: float, most: float = TOLERANCE) -> Row:
     return what, error <= most, f"relative difference {error:.1e}"
 
 
+def attempt(what: str, run: Callable[[], tuple[bool | None, str]]) -> Row:
+    """A row; if the run raises, what it says and the last place in this repository, so that the others go on."""
+    try:
+        return what, *run()
+    except Exception as error:
+        places = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+        at = f"{Path(places[-1].filename).name}:{places[-1].lineno}, {places[-1].line}"
+        return what, False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({at})"
+
+
+def together(what: str, rows: list[Row]) -> Row:
+    """Rows of one kind in one: those that failed, or else the words of all, each once."""
+    wrong = [f"{name}: {words}" for name, holds, words in rows if holds is False]
+    names = ", ".join(name for name, _, _ in rows)
+    if wrong:
+        return what, False, "; ".join(wrong)
+    return (
+        f"{what} ({names})",
+        None if any(holds is None for _, holds, _ in rows) else True,
+        "; ".join(dict.fromkeys(words for _, _, words in rows)),
+    )
+
+
 # --- the checks -----------------------------------------------------------------------------------------------------
 
 
@@ -141,14 +164,18 @@ def parity(device: str) -> Iterator[Row]:
     for kind, made in MODELS.items():
         for optimizer in OPTIMIZERS:
             expected = Case(made, "cpu", torch.float64).hypergradient(bilevel.Unroll(), optimizer)
-            errors = {
-                name: relative(Case(made, device, torch.float64).hypergradient(engine, optimizer), expected)
+
+            def differ(engine: Any, made: Any = made, optimizer: str = optimizer, expected: Tensor = expected) -> float:
+                return relative(Case(made, device, torch.float64).hypergradient(engine, optimizer), expected)
+
+            rows = [
+                attempt(name, lambda engine=engine, differ=differ: held("", differ(engine))[1:])
                 for name, engine in ENGINES.items()
-            }
-            worst = max(errors, key=lambda name: errors[name])
-            yield held(f"{kind}, {optimizer}: {len(errors)} engines (worst: {worst})", errors[worst])
+            ]
+            yield together(f"{kind}, {optimizer}", rows)
     for name in ("cg", "neumann"):
-        yield held(f"ridge, {name}", relative(ridge(device, name), ridge("cpu", "unroll")), 1e-5)
+        yield attempt(f"ridge, {name}", lambda name=name: held("", relative(
+            ridge(device, name), ridge("cpu", "unroll")), 1e-5)[1:])  # fmt: skip
 
 
 def ridge(device: str, engine: str) -> Tensor:
@@ -218,32 +245,45 @@ def synchronisation(device: str) -> Iterator[Row]:
     """Nothing in the inner loop makes the host wait."""
     seen = True if torch.device(device).type == "cuda" else None
     words = "no synchronisation" if seen else "run; only a GPU can tell"
+
+    def loops(engine: Any, optimizer: str, made: Any) -> tuple[bool | None, str]:
+        case = Case(made, device, torch.float32)
+        case.hypergradient(engine, optimizer)  # once before: libraries are loaded, and wait
+        options = {"optimizer": OPTIMIZERS[optimizer](case.model), "hypergrad": engine}
+        with bilevel.inner(case.model, case.h, mean_loss, **options) as loop, no_sync(device):
+            case.steps(loop, 3)
+        return seen, words
+
+    def cleaning() -> tuple[bool | None, str]:
+        case = Case((mlp, (8,)), device, torch.float32)
+        feed = batches((case.x[0], case.y[0]), torch.arange(N), 4, torch.Generator())
+        next(feed)
+        with bilevel.inner(case.model, case.h, mean_loss) as loop, no_sync(device):
+            for _ in range(4):
+                loop.step(*next(feed), outer=(case.x[1], case.y[1]))
+        return seen, words
+
+    def tasks() -> tuple[bool | None, str]:
+        images = Images(load("digits", None).part("train"), device=device)
+        episodes, encoder = Episodes(images, 4, 5, 1, 2), build_encoder("conv4", images.shape, 0).to(device)
+        (x, _), (x_query, _) = next(episodes)
+        head = zero_head(encode_task(encoder, x, x_query)[0].shape[-1], 5).to(device)
+        with no_sync(device):
+            (x, y), (x_query, y_query) = next(episodes)
+            f, f_query = encode_task(encoder, x, x_query)
+            with bilevel.inner(head, loss, loss, lr=0.4, tasks=4, hypergrad="unroll") as loop:
+                loop.run(3, f, y, outer=(f_query, y_query))
+        return seen, words
+
     for name, engine in ENGINES.items():
-        for made in MODELS.values():
-            for optimizer, make_optimizer in OPTIMIZERS.items():
-                case = Case(made, device, torch.float32)
-                case.hypergradient(engine, optimizer)  # once before: libraries are loaded, and wait
-                options = {"optimizer": make_optimizer(case.model), "hypergrad": engine}
-                with bilevel.inner(case.model, case.h, mean_loss, **options) as loop, no_sync(device):
-                    case.steps(loop, 3)
-        yield f"inner loops of {len(MODELS)} models, SGD and Adam, {name}", seen, words
-    case = Case((mlp, (8,)), device, torch.float32)
-    feed = batches((case.x[0], case.y[0]), torch.arange(N), 4, torch.Generator())
-    next(feed)
-    with bilevel.inner(case.model, case.h, mean_loss) as loop, no_sync(device):
-        for _ in range(4):
-            loop.step(*next(feed), outer=(case.x[1], case.y[1]))
-    yield "data cleaning: mini-batches and steps", seen, words
-    images = Images(load("digits", None).part("train"), device=device)
-    episodes, encoder = Episodes(images, 4, 5, 1, 2), build_encoder("conv4", images.shape, 0).to(device)
-    (x, _), (x_query, _) = next(episodes)
-    head = zero_head(encode_task(encoder, x, x_query)[0].shape[-1], 5).to(device)
-    with no_sync(device):
-        (x, y), (x_query, y_query) = next(episodes)
-        f, f_query = encode_task(encoder, x, x_query)
-        with bilevel.inner(head, loss, loss, lr=0.4, tasks=4, hypergrad="unroll") as loop:
-            loop.run(3, f, y, outer=(f_query, y_query))
-    yield "few-shot: tasks, encoder and steps", seen, words
+        rows = [
+            attempt(f"{kind} {optimizer}", lambda e=engine, o=optimizer, m=made: loops(e, o, m))
+            for kind, made in MODELS.items()
+            for optimizer in OPTIMIZERS
+        ]
+        yield together(f"inner loop, {name}", rows)
+    yield attempt("data cleaning: mini-batches and steps", cleaning)
+    yield attempt("few-shot: tasks, encoder and steps", tasks)
 
 
 # --- time and memory ------------------------------------------------------------------------------------------------
@@ -415,15 +455,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(text), flush=True)
             page, well = page + text, well and holds
         set_tf32(False)
-        text = ["\n## Time and memory"]
-        text += table(a.device, a.problems.split(","), a.size, a.rounds, a.runners.split(","))
-        print("\n".join(text))
+        page.append("\n## Time and memory")
+        print(page[-1])
+        for line in table(a.device, a.problems.split(","), a.size, a.rounds, a.runners.split(",")):
+            print(line, flush=True)
+            page.append(line)
     finally:
         torch.set_float32_matmul_precision(precision[0])
         torch.backends.cudnn.allow_tf32 = precision[1]
-    page[1:1] = [f"**{'all checks hold' if well else 'something FAILED'}**. "]
-    a.out.parent.mkdir(parents=True, exist_ok=True)
-    a.out.write_text("\n".join([*page, *text]) + "\n")
+        page[1:1] = [f"**{'all checks hold' if well else 'something FAILED'}**. "]
+        a.out.parent.mkdir(parents=True, exist_ok=True)
+        a.out.write_text("\n".join(page) + "\n")
     print(f"\n{'All checks hold' if well else 'Something FAILED'}; please send us this page: {a.out}")
     return 0 if well else 1
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks import gpu_check
 
 THERE = (
-    "LSTM, SGD: 6 engines",
+    "- ok: LSTM, SGD (reverse, reverse sqrt, reverse memory=auto, reverse offload, unroll, forward): ",
     "ridge, cg",
     "dropout, reverse sqrt",
     "bf16 against float32",
@@ -64,3 +64,14 @@ def test_a_failure_is_told_and_the_rest_goes_on(few, tmp_path, monkeypatch):
         "- ok: after",
     ):
         assert part in page
+
+
+def test_one_failure_among_several_names_its_place():
+    def wrong():
+        raise ValueError("this\none")
+
+    rows = [gpu_check.attempt("first", lambda: (True, "fine")), gpu_check.attempt("second", wrong)]
+    what, holds, words = gpu_check.together("both", rows)
+    assert (what, holds) == ("both", False)
+    assert words.startswith("second: ValueError: this one (test_gpu_check.py:")
+    assert gpu_check.together("both", rows[:1] * 2) == ("both (first, first)", True, "fine")
