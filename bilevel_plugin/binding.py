@@ -82,6 +82,9 @@ class Binding:
         """The weights as the losses see them."""
         return w
 
+    def check_same(self, tensors: State) -> None:
+        """Raise if the processes that take part hold different numbers."""
+
     def agree(self, ok: bool) -> bool:
         """Whether all is well in every process that takes part."""
         return ok

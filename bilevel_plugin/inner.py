@@ -390,6 +390,7 @@ class Loop:
     ) -> tuple[Gradients, State]:
         self._check_open()
         self._watch.ask()
+        self._binding.check_same(self._z)
         with torch.enable_grad():
             end = self._end(outer, loss)
             with full_precision():

@@ -46,8 +46,8 @@ class ParallelBinding(Binding):
         self._strayed = torch.zeros((), device=self._device)
 
     def start(self) -> State:
-        self.check_same(self.parameters, "start from different weights. Build the model from the same seed on every "
-                        "rank, or broadcast its parameters (torch.distributed.broadcast) before the block")  # fmt: skip
+        remedy = "Build the model from the same seed on every rank, or broadcast its parameters before the block"
+        self.check_same(self.parameters, f"start from different weights. {remedy}")
         return super().start()
 
     def each(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class ParallelBinding(Binding):
         return mean
 
     def _check_in_step(self) -> None:
-        if self._device.type != "meta" and float(self._strayed) > 0:
+        if float(self._strayed) > 0:
             raise RuntimeError(
                 "bilevel.inner: the ranks are out of step: one evaluates another loss, or at another step, than the "
                 "others. Take the same number of steps on every rank (a sampler with drop_last=True), with the same "
@@ -81,20 +81,22 @@ class ParallelBinding(Binding):
             )
 
     def agree(self, ok: bool) -> bool:
-        self._check_in_step()
         return self.largest(int(not ok))[0] == 0
 
     def largest(self, *numbers: int) -> tuple[int, ...]:
         both = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
-        return tuple(numbers if both.is_meta else both.tolist())
+        return tuple(both.tolist())
 
-    def check_same(self, tensors: State, what: str) -> None:
-        """Raise, on every rank, if a rank holds other numbers than the others."""
+    def check_same(self, tensors: State, what: str = "") -> None:
+        self._check_in_step()
+        what = (
+            what or "have come to different weights. A rate, the optimizer or a closed-over number differs among them"
+        )
         sums = torch.stack([x.detach().double().sum() for x in tensors.values()])
         both = torch.stack([sums, -sums])
         dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
-        for name, spread in zip(tensors, [] if both.is_meta else (both[0] + both[1]).tolist(), strict=False):
+        for name, spread in zip(tensors, (both[0] + both[1]).tolist(), strict=True):
             if spread > 0:
                 raise RuntimeError(f"bilevel.inner: the ranks {what} ({name!r} differs).")
 

@@ -161,7 +161,14 @@ def failures(rank, group):
             loop.run(2, x, y, outer=(x_val, y_val))
             loop.hypergrad(torch.zeros(1, requires_grad=True))
 
-    return {f.__name__: message(f) for f in (other_start, one_step_more, one_nan, other_inputs, unused_everywhere)}
+    def own_rate():
+        with bilevel.inner(smooth_model(), loss, loss, solver="gd", lr=0.1 * (1 + rank), group=group) as loop:
+            loop.run(2, x, y, outer=(x_val, y_val))
+            loop.backward(smooth_model())
+
+    return {
+        f.__name__: message(f) for f in (other_start, own_rate, one_step_more, one_nan, other_inputs, unused_everywhere)
+    }
 
 
 def traffic(group, engine):
