@@ -90,9 +90,7 @@ class ParallelBinding(Binding):
 
     def check_same(self, tensors: State, what: str = "") -> None:
         self._check_in_step()
-        what = (
-            what or "have come to different weights. A rate, the optimizer or a closed-over number differs among them"
-        )
+        what = what or "have come to different weights. Their optimizers have different options, or state, as it seems"
         sums = torch.stack([x.detach().double().sum() for x in tensors.values()])
         both = torch.stack([sums, -sums])
         dist.all_reduce(both, dist.ReduceOp.MAX, self.group)

@@ -132,7 +132,9 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
         return "SGD"
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
         return "Adam"
+    wrapped = getattr(optimizer, "optimizer", None)  # accelerate's and Lightning's have it so
+    remedy = "Use one of the three, or leave it out and set lr."
     raise TypeError(
-        f"bilevel.inner: optimizer= takes torch.optim.SGD, Adam or AdamW, got {type(optimizer).__name__}, "
-        "whose rule this library does not know. Use one of the three, or leave it out and set lr."
+        f"bilevel.inner: optimizer= takes torch.optim.SGD, Adam or AdamW, got {type(optimizer).__name__}, whose rule "
+        f"this library does not know. {'Give the one that it wraps: optimizer.optimizer.' if wrapped else remedy}"
     )

@@ -162,9 +162,11 @@ def failures(rank, group):
             loop.hypergrad(torch.zeros(1, requires_grad=True))
 
     def own_rate():
-        with bilevel.inner(smooth_model(), loss, loss, solver="gd", lr=0.1 * (1 + rank), group=group) as loop:
+        model = smooth_model()
+        sgd = torch.optim.SGD(model.parameters(), 0.1 * (1 + rank))
+        with bilevel.inner(model, loss, loss, optimizer=sgd, group=group) as loop:
             loop.run(2, x, y, outer=(x_val, y_val))
-            loop.backward(smooth_model())
+            loop.backward(model)
 
     return {
         f.__name__: message(f) for f in (other_start, own_rate, one_step_more, one_nan, other_inputs, unused_everywhere)

@@ -405,3 +405,12 @@ def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
         loop.run(2, x, y, outer=(x, y))
         with pytest.raises(RuntimeError, match=r"second derivative of torch's weight_norm is wrong"):
             loop.hypergrad(lam)
+
+
+def test_a_wrapped_optimizer_is_to_be_unwrapped():
+    from accelerate import Accelerator
+
+    model = nn.Linear(2, 1)
+    wrapped = Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(TypeError, match=r"Give the one that it wraps: optimizer.optimizer"):
+        bilevel.inner(model, lambda m: m.weight.sum(), lambda m: m.weight.sum(), optimizer=wrapped)
