@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "setting": {"size": size, "threads": args.threads, "malloc": args.malloc, "rounds": rounds},
         "machine": report.machine([r for r in RUNNERS if r.package]),
         "when": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
-        "commands": [*results.get("commands", []), " ".join(["python -m benchmarks", *argv])],
+        "commands": [*results.get("commands", []), shlex.join(["python", "-m", "benchmarks", *argv])],
     }
     args.out.mkdir(parents=True, exist_ok=True)
     cap = args.quality_seconds or (300.0 if size == "full" else 20.0)
