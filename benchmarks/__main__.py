@@ -27,7 +27,7 @@ PARTS = {
     "quality": "seconds until the labels of MNIST are told apart (needs the data)",
 }
 EXAMPLES = """examples:
-  python -m benchmarks --quick                                     a look, in about ten minutes
+  python -m benchmarks --quick                                     a look, in minutes
   python -m benchmarks --out docs/results                          the table of the docs; takes about two hours
   python -m benchmarks --problems P3 --runners ours,higher --parts table --rounds 3
   python -m benchmarks --parts growth --merge                      only P6; what benchmarks.json has of the rest stays
