@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 from .binding import Binding, Loss, State
 from .hypergrad.base import as_leaves
-from .step import Phi, Traced
+from .step import Phi, Pullback, Traced
 from .updates import plain
 
 _CACHE: dict[object, _Functions] = {}  # a compiled function outlives the block that it was made in
@@ -129,7 +128,7 @@ class CompiledPhi(Phi):
 
     def _run(self, z: State, graph: bool, first: bool) -> Traced:
         if not self._eager and graph:
-            return _Pullback(z, {}, self.cut, self.leaves, self)
+            return Pullback(z, {}, self.cut, self.leaves, self)
         if not self._eager:
             try:
                 with self._binding.twice_differentiable():
@@ -166,22 +165,16 @@ class CompiledPhi(Phi):
             _CACHE[key] = _Functions(self._binding, self._functions)
         return _CACHE[key]
 
-    def pull(self, z: State, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def pullback(self, z: State) -> Traced:
+        return super().pullback(z) if self._eager else self(z, graph=True)
+
+    def pull(self, step: Pullback, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         assert self.conditions is not None
-        with self.conditions.again(), self._binding.twice_differentiable():
+        if not self._eager:
             try:
-                return self.compiled().pull(z, a, self._rates, self._buffers, self._batches, list(wanted))
+                with self.conditions.again(), self._binding.twice_differentiable():
+                    args = self._rates, self._buffers, self._batches, list(wanted)
+                    return self.compiled().pull(step.at, a, *args)
             except TorchDynamoException as error:
                 self.go_eager(error)
-                return super()._run(z, graph=True, first=False).pull(a, wanted)
-
-
-@dataclass
-class _Pullback(Traced):
-    """A step as it was at z, without a value of its own."""
-
-    phi: CompiledPhi | None = None
-
-    def pull(self, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        assert self.phi is not None
-        return self.phi.pull(self.at, a, wanted)
+        return super().pull(step, a, wanted)

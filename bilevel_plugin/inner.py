@@ -183,6 +183,7 @@ class Loop:
         self._buffers = {n: b.detach().clone() for n, b in binding.buffers.items()}
         self._outer: tuple[Any, ...] = ()
         self._watch = Watch()
+        self._lent: State = {}  # what the weights were when the user got hold of them
         self._k = 0
         self._token = object()
         self._closed = False
@@ -195,6 +196,7 @@ class Loop:
         `outer` is the batch of g; it stays until another one is given. Returns the losses before the step.
         """
         self._check_open()
+        self._check_lent()
         self._outer = self._outer if outer is None else as_tuple(outer)
         losses = (("h", self._h, batch), ("g", self._g, self._outer))
         update = self._update.at_step()
@@ -202,7 +204,7 @@ class Loop:
             self._k + 1, self._binding, self._rule, update, losses, self._buffers, self._watch, self._tape.again
         )
         self._z = self._tape.step(phi, self._z)
-        self._k, self._buffers = phi.k, phi.buffers_after
+        self._k, self._buffers, self._lent = phi.k, phi.buffers_after, {}
         for x in self._z.values():
             setattr(x, _OWNER, self._token)  # to tell a loss= of earlier weights
         return Losses(phi.values.get("h"), phi.values.get("g"))
@@ -230,6 +232,7 @@ class Loop:
     def weights(self) -> dict[str, Tensor]:
         """The current weights by name (with tasks: a leading task dimension). Not to be changed in place."""
         self._check_open()
+        self._lent = self._lent or {n: x.detach().clone() for n, x in self._weights.items()}
         return self._weights
 
     @property
@@ -389,6 +392,7 @@ class Loop:
         self, wanted: list[Tensor] | None, outer: Any, loss: Tensor | None, create_graph: bool
     ) -> tuple[Gradients, State]:
         self._check_open()
+        self._check_lent()
         self._watch.ask()
         self._binding.check_same(self._z)
         with torch.enable_grad():
@@ -440,17 +444,31 @@ class Loop:
             )
         _refuse_inference_mode()
 
+    def _check_lent(self) -> None:
+        changed = [n for n, x in self._lent.items() if x.device.type != "meta" and not _same(x, self._z[n])]
+        if changed:
+            raise RuntimeError(
+                f"bilevel.inner: the weight {changed[0]!r} was changed by hand after step k = {self._k}, and the "
+                "derivative of that change is not known. Work on copies of loop.weights; what a step should do to the "
+                "weights (a projection, say) belongs into h, as a function of them."
+            )
+
     def close(self) -> None:
         """Forget everything that the loop holds."""
         self._closed = True
         self._binding.group = None
-        self._z, self._origin, self._buffers, self._outer = {}, {}, {}, ()
+        self._z, self._origin, self._buffers, self._outer, self._lent = {}, {}, {}, (), {}
         self._tape = self._engine.tape()
         self._watch = Watch()
 
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Bit for bit, as far as numbers go: nan is nan."""
+    return bool(torch.isclose(x, y.detach(), rtol=0, atol=0, equal_nan=True).all())
 
 
 def as_tuple(outer: Any) -> tuple[Any, ...]:

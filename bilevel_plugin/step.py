@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .binding import EXCLUSIVE, Binding, Conditions, Loss, State, full_precision, map_tensors, tensors_of
+from .lean import Lean
 from .solvers import StepRule, Value
-from .updates import Step
+from .updates import Step, plain
 
 Pairs = list[tuple[Tensor, Tensor]]
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
@@ -69,6 +70,15 @@ class Traced:
             into.add(into.direct, tensor, grad)
         return {n: grad for n, grad in zip(self.at, inner, strict=True) if grad is not None}
 
+    def drift(self, after: State) -> list[Tensor]:
+        """How far a step that was run again ended from where it ended at first, over the step's own length."""
+        if all(x.device.type == "cpu" and torch.equal(x, after[n]) for n, x in self.to.items()):
+            return []
+        with torch.no_grad():
+            off = norm(x - after[n] for n, x in self.to.items())
+            size, length = norm(after.values()), norm(x - after[n] for n, x in self.at.items() if n in after)
+            return [off / (length + torch.finfo(size.dtype).eps * size + torch.finfo(size.dtype).tiny)]
+
     def pull(self, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """a·∂to for every tensor of `at`, and for those that are wanted."""
         keys = [n for n in a if self.to[n].requires_grad]
@@ -81,6 +91,22 @@ class Traced:
         )
 
 
+@dataclass
+class Pullback(Traced):
+    """A step as it was at `at`, run again when its derivative is asked for, and without a value of its own."""
+
+    phi: Phi | None = None
+    off: list[Tensor] = field(default_factory=list)  # how far the losses were
+
+    def pull(self, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        assert self.phi is not None
+        return self.phi.pull(self, a, wanted)
+
+    def drift(self, after: State) -> list[Tensor]:
+        """The same, after `pull`, by what it computed: the losses, and z⁺ as far as it was read."""
+        return [*self.off, *super().drift(after)]
+
+
 class Watch:
     """Notices a loss that is not finite, with its step: at once on the CPU, else when asked, so as not to wait.
 
@@ -88,6 +114,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
+        self.lean = True  # a step can be differentiated without its value, for all that is known
         self._looked = False
         self._seen: set[str] = set()
         self._later: list[tuple[int, str, Tensor]] = []
@@ -182,26 +209,77 @@ class Phi:
         """What the step was given, besides its state."""
         return [*(x for _, x, _ in self._versions), *self._buffers.values()]
 
-    def _run(self, z: State, graph: bool, first: bool) -> Traced:
-        mine = {n: z[n] for n in self._binding.parameters}
+    def pullback(self, z: State) -> Traced:
+        """The step as it was at z, to be differentiated: without its value, where that saves anything."""
+        assert self.conditions is not None
+        lean = self._watch.lean and self._update is plain and self.values and self._binding.group is None
+        if lean and not self.conditions.autocast:
+            return Pullback(z, {}, self.cut, self.leaves, self)
+        return self(z, graph=True)
+
+    def pull(self, step: Pullback, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """a·∂Φ for every tensor of its state, and for those that are wanted."""
+        assert self.conditions is not None
+        self._check_unchanged()
+        if self._watch.lean:
+            try:
+                with self.conditions.again():
+                    return self._pull_lean(step, a, wanted)
+            except Exception:  # a loss may do what no autograd.Function takes: derivatives in forward mode, for one
+                self._watch.lean = False
+        with self.conditions.again():
+            traced = self._run(step.at, graph=True, first=False)
+        step.to = traced.to
+        return traced.pull(a, wanted)
+
+    def _pull_lean(self, step: Pullback, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        z = step.at
+        with Lean(z.values()) as lean:
+            weighted, values, _ = self._weighted(z, first=False)
+        with full_precision(), torch.enable_grad():
+            moves = lean.gradient(-sum(weighted[1:], weighted[0]))  # z⁺ − z
+        d = {n: x for n, x in zip(z, moves, strict=True) if x is not None}
+        self._watch.look([*weighted, *d.values()], z)
+        step.to = {n: z[n].detach() + x.detach() for n, x in d.items() if id(z[n]) not in lean.unread}
+        step.off = [x for n, value in values.items() for x in _off(value, self.values[n])]
+        keys = [n for n in a if n in d and d[n].requires_grad]
+        inputs = [*z.values(), *wanted]
+        grads: Sequence[Tensor | None] = [None] * len(inputs)
+        if keys:
+            grads = torch.autograd.grad(
+                [d[n] for n in keys], inputs, [a[n] for n in keys], allow_unused=True, retain_graph=True
+            )
+        return [*(_sum(a.get(n), grad) for n, grad in zip(z, grads, strict=False)), *grads[len(z) :]]
+
+    def _weighted(self, z: State, first: bool) -> tuple[list[Tensor], State, State]:
+        """The losses of the step at z times their weights, as they are, and the buffers after them."""
+        values: State = {}
         buffers = {n: b.clone() for n, b in self._buffers.items()}
         weighted: list[Tensor] = []
         with torch.enable_grad(), self._binding.twice_differentiable():
-            w = self._binding.own(mine)
+            w = self._binding.own({n: z[n] for n in self._binding.parameters})
             for name, loss, batch, c in self._used():
                 value, buffers = self._binding.loss(name, loss, w, buffers, batch)
                 weighted.append((self._binding.once(c) if isinstance(c, Tensor) else c) * value)
+                values[name] = value.detach()
                 if first:
-                    self._watch.see(self.k, name, value.detach(), w)
-                    self.values[name] = value.detach()
+                    self._watch.see(self.k, name, values[name], w)
+                    self.values = values
                     if self._again or self._watch.first(name):
                         self._find_leaves(name, weighted[-1], z)
-            total = sum(weighted[1:], weighted[0]) if weighted else None
-        grads: Sequence[Tensor | None] = [None] * len(mine)
+        return weighted, values, buffers
+
+    def _run(self, z: State, graph: bool, first: bool) -> Traced:
+        weighted, _, buffers = self._weighted(z, first)
+        mine = {n: z[n] for n in self._binding.parameters}
+        d: State = {}
         with full_precision(), torch.set_grad_enabled(graph):
-            if total is not None:  # both losses in one backward pass
+            if weighted:  # both losses in one backward pass
+                with torch.enable_grad():
+                    total = sum(weighted[1:], weighted[0])
                 grads = torch.autograd.grad(total, list(mine.values()), create_graph=graph, allow_unused=True)
-            to = self._update(z, {n: d for n, d in zip(mine, grads, strict=True) if d is not None})
+                d = {n: x for n, x in zip(mine, grads, strict=True) if x is not None}
+            to = self._update(z, d)
         if graph:
             self._watch.look([*weighted, *to.values()], z)
         if first:
@@ -242,6 +320,23 @@ class Phi:
 def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
     """Store a buffer once if it does not change. (Its version would not tell: BatchNorm does not move it.)"""
     return old if new.device.type == "cpu" and torch.equal(new, old) else new
+
+
+def norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Of all of them together."""
+    return torch.stack([torch.linalg.vector_norm(x) for x in tensors]).norm()
+
+
+def _off(value: Tensor, before: Tensor) -> list[Tensor]:
+    """How far a loss is off from what it was, so scaled that one of 100 roundings is as much as a `drift` may be."""
+    if value.device.type == "cpu" and torch.equal(value, before):
+        return []
+    scale = 100 * torch.finfo(value.dtype).eps ** 0.5 * before.abs() + torch.finfo(value.dtype).tiny
+    return [((value - before).abs() / scale).nan_to_num(0.0)]
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return x if y is None else y if x is None else x + y
 
 
 def cut_batch(batch: tuple[Any, ...], pairs: Pairs) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from problems import weighted
 from torch import Tensor, nn
@@ -84,7 +84,10 @@ def sizes() -> tuple[int, int]:
     truncate=st.none() | st.integers(1, 30),
     momentum=st.sampled_from([0.0, 0.9]),
 )
-def test_the_plan_changes_no_bit(steps: int, graphs: int, states: int, truncate: int | None, momentum: float) -> None:
+@example(steps=10, graphs=2, states=2, truncate=13, momentum=0.9)  # step 8 was lost: no state from which to get there
+def test_the_plan_changes_nothing_but_rounding(
+    steps: int, graphs: int, states: int, truncate: int | None, momentum: float
+) -> None:
     graph, state = sizes()
     memory = (
         3 * (graph * (graphs + 2) + state * (states + 4)) if momentum else graph * (graphs + 2) + state * (states + 4)
@@ -102,7 +105,30 @@ def test_the_plan_changes_no_bit(steps: int, graphs: int, states: int, truncate:
 
     planned = run(bilevel.Reverse(memory=memory, truncate=truncate))
     for mine, plain in zip(planned, run(bilevel.Reverse(truncate=truncate)), strict=True):
-        assert torch.equal(mine, plain)
+        if momentum:
+            assert torch.equal(mine, plain)
+        else:  # a step that is run again alone is differentiated without its value, and rounds otherwise
+            torch.testing.assert_close(mine, plain, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("last", range(1, 20, 2))
+def test_no_step_of_a_truncated_loop_is_lost(last: int) -> None:
+    graph, state = sizes()
+    model, lam, batch, inner = problem()
+
+    def run(engine: bilevel.Reverse) -> list[Tensor]:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        with inner(hypergrad=engine, lr=None, optimizer=sgd) as loop:
+            loop.run(10, *batch, outer=batch)
+            first = loop.hypergrad(lam)
+            loop.run(10, *batch)
+            return [first, loop.hypergrad(lam)]
+
+    expected = run(bilevel.Reverse(truncate=last))
+    small = [3 * (graph * n + state * m) for n in (3, 4, 5) for m in (6, 7, 8)]
+    engines = [bilevel.Reverse(memory=m, truncate=last) for m in small]
+    for engine in (*(bilevel.Reverse(c, truncate=last) for c in (2, 5, "sqrt")), *engines):
+        assert all(map(torch.equal, run(engine), expected))
 
 
 @pytest.mark.parametrize("share", [2, 0.6, 0.35])

@@ -49,8 +49,8 @@ def per_step(engine):
     [
         ("unroll", 4, 2),
         (bilevel.Reverse(memory="1GiB"), 4, 4),
-        ("reverse", 6, 26),
-        (bilevel.Reverse(checkpoint=4), 7.5, 38),  # 3 of 4 steps are run once more
+        ("reverse", 5, 26),
+        (bilevel.Reverse(checkpoint=4), 6.5, 38),  # 3 of 4 steps are run once more
     ],
 )
 def test_data_cleaning(engine, products, operators):

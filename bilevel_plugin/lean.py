@@ -1,0 +1,147 @@
+"""The derivative of a step without the step's value.
+
+a·∂Φ/∂(z, λ) of Φ(z) = z − ∇ℓ(z) takes the graph of ∇ℓ, not its numbers. Where a weight enters ℓ as y = op(x, w), a
+linear layer or a convolution, its gradient is a product of x and ∂ℓ/∂y, as large as those of a training step, that
+nobody would read. It is left out: `_Unread` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class _Op(ABC):
+    """y = op(x, w) + b, linear in x and in w."""
+
+    def fits(self, x: Tensor, w: Tensor) -> bool:
+        return x.dtype == w.dtype
+
+    @abstractmethod
+    def __call__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor: ...
+
+    @abstractmethod
+    def back(self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]) -> Grads:
+        """From a gradient for y those for x, w and b, as far as they are wanted, in differentiable operations."""
+
+
+@dataclass
+class _Linear(_Op):
+    def __call__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return F.linear(x, w, b)
+
+    def back(self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]) -> Grads:
+        rows = y.reshape(-1, y.shape[-1])
+        return (
+            y @ w if wanted[0] else None,
+            rows.T @ x.reshape(-1, x.shape[-1]) if wanted[1] else None,
+            rows.sum(0) if wanted[2] else None,
+        )
+
+
+@dataclass
+class _Convolution(_Op):
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+    def fits(self, x: Tensor, w: Tensor) -> bool:
+        return super().fits(x, w) and x.dim() == w.dim() and not isinstance(self.padding, str)
+
+    def _options(self, w: Tensor) -> tuple[Any, ...]:
+        n = w.dim() - 2
+        each = [
+            list(v) if isinstance(v, (tuple, list)) else [v] * n for v in (self.stride, self.padding, self.dilation)
+        ]
+        return *each, False, [0] * n, self.groups
+
+    def __call__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return torch.convolution(x, w, b, *self._options(w))
+
+    def back(self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]) -> Grads:
+        sizes = [w.shape[0]] if wanted[2] else None
+        return torch.ops.aten.convolution_backward(y, x, w, sizes, *self._options(w), wanted)
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None, _Op]:
+    return x, w, bias, _Linear()
+
+
+def _convolution(
+    x: Tensor, w: Tensor, bias: Tensor | None = None, *options: Any, **more: Any
+) -> tuple[Tensor, Tensor, Tensor | None, _Op]:
+    return x, w, bias, _Convolution(*options, **more)
+
+
+_OPS: dict[object, Callable[..., tuple[Tensor, Tensor, Tensor | None, _Op]]] = {
+    F.linear: _linear, F.conv1d: _convolution, F.conv2d: _convolution, F.conv3d: _convolution,
+}  # fmt: skip
+
+
+class Lean(TorchFunctionMode):
+    """In it, products with one of these weights have `_Unread` gradients, for `gradient` and nobody else."""
+
+    def __init__(self, weights: Collection[Tensor]) -> None:
+        super().__init__()
+        self._weights = list(weights)
+        self._ids = {id(x) for x in weights}
+        self.asking = False
+        self.unread: set[int] = set()  # the weights, by id, whose gradient has a part that was left out
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled():
+            x, w, b, op = _OPS[func](*args, **kwargs)
+            if op.fits(x, w):
+                self.unread.add(id(w))
+                return _Product.apply(self, op, x, w, b)
+        return func(*args, **kwargs)
+
+    def gradient(self, value: Tensor) -> list[Tensor | None]:
+        """∇_w of the value, to be differentiated: for weights that are `unread`, its numbers mean nothing."""
+        self.asking = True
+        try:
+            return list(torch.autograd.grad(value, self._weights, create_graph=True, allow_unused=True))
+        finally:
+            self.asking = False
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lean: Lean, op: _Op, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        ctx.lean, ctx.op = lean, op
+        ctx.save_for_backward(x, w)
+        return op(x, w, b)
+
+    @staticmethod
+    def backward(ctx: Any, y: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, w = ctx.saved_tensors
+        wanted = tuple(ctx.needs_input_grad[2:])
+        if not ctx.lean.asking:
+            return None, None, *ctx.op.back(y, x, w, wanted)
+        to_x, _, to_b = ctx.op.back(y, x, w, (wanted[0], False, wanted[2]))
+        return None, None, to_x, _Unread.apply(ctx.op, x, y, w.shape), to_b
+
+
+class _Unread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: _Op, x: Tensor, y: Tensor, shape: torch.Size) -> Tensor:
+        ctx.op = op
+        ctx.save_for_backward(x, y)
+        return y.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, y = ctx.saved_tensors
+        to_x, _, _ = ctx.op.back(y, x, a, (ctx.needs_input_grad[1], False, False))
+        return None, to_x, ctx.op(x, a), None
