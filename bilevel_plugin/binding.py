@@ -194,6 +194,13 @@ class Conditions:
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
         self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether two calls that drew no random numbers saw the same."""
+        mine, theirs = (
+            (c._binding, c._modes, c._autocast, c._random) if isinstance(c, Conditions) else None for c in (self, other)
+        )
+        return not self.draws and mine == theirs
+
     @property
     def draws(self) -> bool:
         """Whether the call drew random numbers."""

@@ -101,7 +101,7 @@ class CompiledPhi(Phi):
         self._compiler = compiler
         like = next(iter(self._binding.parameters.values()))
         parts = [(*loss, torch.as_tensor(c, dtype=like.dtype, device=like.device)) for *loss, c in self._used()]
-        self._names, self._functions, self._batches, self._rates = map(
+        self._used_names, self._functions, self._batches, self._rates = map(
             list, zip(*parts, strict=True) if parts else [()] * 4
         )
         self._eager = True
@@ -109,8 +109,8 @@ class CompiledPhi(Phi):
     def __call__(self, z: State, *, graph: bool) -> Traced:
         if self.conditions is not None:
             return super().__call__(z, graph=graph)
-        kind = tuple(self._names), tuple(z)
-        self._eager = self._compiler.off or kind not in self._compiler.kinds or not self._names
+        kind = tuple(self._used_names), tuple(z)
+        self._eager = self._compiler.off or kind not in self._compiler.kinds or not self._used_names
         traced = super().__call__(z, graph=graph)
         if self._eager and not self._compiler.off:
             self._compiler.kinds.add(kind)
@@ -144,9 +144,8 @@ class CompiledPhi(Phi):
         """What a first run finds out in `Phi._run`."""
         if any(x.grad_fn is not None for x in seen):
             raise TorchDynamoException("a loss or rate uses a tensor with a graph of its own (pass it in the batch)")
-        self.values = dict(zip(self._names, values, strict=True))
-        for name, value in self.values.items():
-            self._watch.see(self.k, name, value, z)
+        self.values = dict(zip(self._used_names, values, strict=True))
+        self._seen = tuple(self._watch.see(self.k, name, value, z) for name, value in self.values.items())
         stand_ins = {id(x) for _, x in self.cut}
         self._add_leaves(x for x in seen if id(x) not in stand_ins)
         self._remember()

@@ -207,7 +207,8 @@ class Loop:
         self._k, self._buffers, self._lent = phi.k, phi.buffers_after, {}
         for x in self._z.values():
             setattr(x, _OWNER, self._token)  # to tell a loss= of earlier weights
-        return Losses(phi.values.get("h"), phi.values.get("g"))
+        values = phi.take_values()
+        return Losses(values.get("h"), values.get("g"))
 
     def run(self, steps: int, *batch: Any, outer: Any = None) -> Losses:
         """`steps` inner steps on the same batch. Returns the losses before the last of them."""
@@ -459,6 +460,7 @@ class Loop:
         self._binding.group = None
         self._z, self._origin, self._buffers, self._outer, self._lent = {}, {}, {}, (), {}
         self._tape = self._engine.tape()
+        self._watch.before = None  # which knows its watch
         self._watch = Watch()
 
 

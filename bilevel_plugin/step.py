@@ -26,6 +26,7 @@ from .solvers import StepRule, Value
 from .updates import Step, plain
 
 Pairs = list[tuple[Tensor, Tensor]]
+_NONE: State = {}
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
 _ACCUMULATE = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)  # the node of a leaf
 
@@ -114,17 +115,21 @@ class Watch:
     """
 
     def __init__(self) -> None:
+        self.before: Phi | None = None  # the last step that may be run again
         self.lean = True  # a step can be differentiated without its value, for all that is known
         self._looked = False
         self._seen: set[str] = set()
         self._later: list[tuple[int, str, Tensor]] = []
 
-    def see(self, k: int, name: str, value: Tensor, w: State) -> None:
+    def see(self, k: int, name: str, value: Tensor, w: State) -> float | Tensor:
+        """The value, as a number if there is no need to wait for it."""
         if value.device.type == "cpu":
-            if not math.isfinite(value.item()):
+            if not math.isfinite(number := value.item()):
                 raise self._error(k, name, value, w)
-        elif value.device.type != "meta":
+            return number
+        if value.device.type != "meta":
             self._later.append((k, name, value))
+        return value
 
     def first(self, name: str) -> bool:
         """Whether this loss was not asked about before."""
@@ -154,7 +159,13 @@ class Phi:
     """Φ_k. Its first call is the step itself; each further call, if it is to have any, runs it again as it was then.
 
     `buffers` are those of the model before the step; `buffers_after`, once it was called, those after it.
+    A loop may have thousands: what a step has in common with the one before, the two share.
     """
+
+    __slots__ = (
+        "_again", "_binding", "_buffers", "_losses", "_names", "_options", "_rule", "_seen", "_update", "_versions",
+        "_watch", "buffers_after", "conditions", "cut", "k", "leaves", "values",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -174,7 +185,9 @@ class Phi:
         self._losses = [(n, loss, cut_batch(batch, self.cut) if again else batch) for n, loss, batch in losses]
         self._buffers, self.buffers_after = buffers, buffers
         self.conditions: Conditions | None = None
-        self.values: State = {}
+        self.values: State = {}  # of the losses, for whom takes the step
+        self._names: tuple[str, ...] = ()  # and the same, to be compared with
+        self._seen: tuple[float | Tensor, ...] = ()
         self.leaves: list[Tensor] = []
         self._versions: list[tuple[str, Tensor, int]] = []
 
@@ -190,6 +203,10 @@ class Phi:
             traced = self._run(z, graph, first=True)
             conditions.settle()
         self.conditions = conditions
+        before, self._watch.before = self._watch.before, self
+        for name in ("conditions", "cut", "leaves", "_buffers", "_losses", "_names", "_options", "_versions"):
+            if before is not None and alike(mine := getattr(before, name), getattr(self, name)):
+                setattr(self, name, mine)
         return traced
 
     def _used(self) -> list[tuple[str, Loss, tuple[Any, ...], Value]]:
@@ -197,13 +214,18 @@ class Phi:
         weights = self._rule.weights(self.k)
         return [(*loss, c) for loss, c in zip(self._losses, weights, strict=True) if isinstance(c, Tensor) or c != 0]
 
+    def take_values(self) -> State:
+        """Those of the losses, which it then forgets."""
+        values, self.values = self.values, _NONE
+        return values
+
     def largest(self, *numbers: int) -> tuple[int, ...]:
         return self._binding.largest(*numbers)
 
     @property
     def kind(self) -> object:
         """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
-        return tuple(self.values), tuple((x.shape, x.dtype) for x in self.tensors())
+        return self._names, tuple((x.shape, x.dtype) for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """What the step was given, besides its state."""
@@ -212,7 +234,7 @@ class Phi:
     def pullback(self, z: State) -> Traced:
         """The step as it was at z, to be differentiated: without its value, where that saves anything."""
         assert self.conditions is not None
-        lean = self._watch.lean and self._update is plain and self.values and self._binding.group is None
+        lean = self._watch.lean and self._update is plain and self._seen and self._binding.group is None
         if lean and not self.conditions.autocast:
             return Pullback(z, {}, self.cut, self.leaves, self)
         return self(z, graph=True)
@@ -241,7 +263,7 @@ class Phi:
         d = {n: x for n, x in zip(z, moves, strict=True) if x is not None}
         self._watch.look([*weighted, *d.values()], z)
         step.to = {n: z[n].detach() + x.detach() for n, x in d.items() if id(z[n]) not in lean.unread}
-        step.off = [x for n, value in values.items() for x in _off(value, self.values[n])]
+        step.off = [x for pair in zip(values.values(), self._seen, strict=True) for x in _off(*pair)]
         keys = [n for n in a if n in d and d[n].requires_grad]
         inputs = [*z.values(), *wanted]
         grads: Sequence[Tensor | None] = [None] * len(inputs)
@@ -263,7 +285,7 @@ class Phi:
                 weighted.append((self._binding.once(c) if isinstance(c, Tensor) else c) * value)
                 values[name] = value.detach()
                 if first:
-                    self._watch.see(self.k, name, values[name], w)
+                    self._seen += (self._watch.see(self.k, name, values[name], w),)
                     self.values = values
                     if self._again or self._watch.first(name):
                         self._find_leaves(name, weighted[-1], z)
@@ -285,7 +307,8 @@ class Phi:
         if first:
             if self._again:
                 self._remember()
-            self.buffers_after = {n: _unless_equal(b, self._buffers[n]) for n, b in buffers.items()}
+            after = {n: _unless_equal(b, self._buffers[n]) for n, b in buffers.items()}
+            self.buffers_after = self._buffers if alike(after, self._buffers) else after
         return Traced(z, to, self.cut, self.leaves)
 
     def _find_leaves(self, name: str, value: Tensor, z: State) -> None:
@@ -303,7 +326,8 @@ class Phi:
         """What the step depends on, as it is, to notice a change before the step is run again."""
         for option in self._options:
             self._add_leaves(walk(option, ())[0])
-        used = (loss for loss in self._losses if loss[0] in self.values)
+        self._names = tuple(self.values)
+        used = (loss for loss in self._losses if loss[0] in self._names)
         self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in used for x in tensors_of(batch)]
         self._versions += [("an outer variable", x, x._version) for x in self.leaves]
 
@@ -322,16 +346,29 @@ def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
     return old if new.device.type == "cpu" and torch.equal(new, old) else new
 
 
+def alike(x: Any, y: Any) -> bool:
+    """Whether two of our own containers hold the very same tensors, and equal numbers and names."""
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, (tuple, list)):
+        return len(x) == len(y) and all(map(alike, x, y))
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(alike(x[n], y[n]) for n in x)
+    return isinstance(x, (int, str, Conditions)) and x == y
+
+
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """Of all of them together."""
     return torch.stack([torch.linalg.vector_norm(x) for x in tensors]).norm()
 
 
-def _off(value: Tensor, before: Tensor) -> list[Tensor]:
+def _off(value: Tensor, before: float | Tensor) -> list[Tensor]:
     """How far a loss is off from what it was, so scaled that one of 100 roundings is as much as a `drift` may be."""
-    if value.device.type == "cpu" and torch.equal(value, before):
+    if isinstance(before, float) and value.item() == before:
         return []
-    scale = 100 * torch.finfo(value.dtype).eps ** 0.5 * before.abs() + torch.finfo(value.dtype).tiny
+    scale = 100 * torch.finfo(value.dtype).eps ** 0.5 * abs(before) + torch.finfo(value.dtype).tiny
     return [((value - before).abs() / scale).nan_to_num(0.0)]
 
 
