@@ -231,13 +231,16 @@ class Phi:
         """What the step was given, besides its state."""
         return [*(x for _, x, _ in self._versions), *self._buffers.values()]
 
-    def pullback(self, z: State) -> Traced:
-        """The step as it was at z, to be differentiated: without its value, where that saves anything."""
+    @property
+    def lean(self) -> bool:
+        """Whether it can be differentiated without its value: Φ(z) = z − ∇ℓ(z), and nothing that would mind."""
         assert self.conditions is not None
-        lean = self._watch.lean and self._update is plain and self._seen and self._binding.group is None
-        if lean and not self.conditions.autocast:
-            return Pullback(z, {}, self.cut, self.leaves, self)
-        return self(z, graph=True)
+        plainly = self._update is plain and bool(self._seen) and self._binding.group is None
+        return self._watch.lean and plainly and not self.conditions.autocast
+
+    def pullback(self, z: State) -> Traced:
+        """The step as it was at z, to be differentiated: without its value, where that can be."""
+        return Pullback(z, {}, self.cut, self.leaves, self) if self.lean else self(z, graph=True)
 
     def pull(self, step: Pullback, a: State, wanted: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """a·∂Φ for every tensor of its state, and for those that are wanted."""

@@ -17,7 +17,7 @@ _BUFFER = 32 * 2**20  # bytes that a buffer has at the most, unless a single row
 
 
 class Store:
-    """Copies of states in a buffer of some rows, then in further ones of a quarter of all rows so far.
+    """Copies of states in a buffer of some rows, then in further ones of an eighth of all rows so far.
 
     A row is used again once its state was dropped. With `offload` the rows are in (pinned) host memory.
     """
@@ -32,7 +32,7 @@ class Store:
         """A copy of z. With offload, `fetch` brings it back."""
         free = self._free[tuple(z)]  # tensors keep shape and type from step to step; momentum adds some
         if not free:
-            free += self._rows(z, max(self._least, self._count // 4))
+            free += self._rows(z, max(self._least, self._count // 8))
             self._count += len(free)
         kept = free.pop()
         with torch.no_grad():
