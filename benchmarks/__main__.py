@@ -27,16 +27,20 @@ PARTS = {
     "quality": "seconds until the labels of MNIST are told apart (needs the data)",
 }
 EXAMPLES = """examples:
-  python -m benchmarks --quick                                     a look, in minutes
-  python -m benchmarks --out docs/results                          the table of the docs; takes about two hours
+  python -m benchmarks --quick                                     a look, in less than five minutes
+  python -m benchmarks --out docs/results                          the tables of the docs, in somewhat over an hour
   python -m benchmarks --problems P3 --runners ours,higher --parts table --rounds 3
   python -m benchmarks --parts growth --merge                      only P6; what benchmarks.json has of the rest stays
 
 Peers that are not installed are rows that say so. Time is measured in turns within one process, memory in a process of
 its own for each case. The data are random numbers of the right shapes, but for `quality`.
 """
-TENTH = "ours: reverse memory=tenth"
-GROWING = ("ours", "higher", "TorchOpt", "autograd", "JAX")  # the runners of P6, by the beginnings of their names
+# who takes part, where not everybody does
+GROWING = ("ours: reverse", "ours: reverse checkpoint=sqrt", "ours: reverse memory=auto", "ours: unroll", "higher",
+           "TorchOpt", "JAX jit + scan")  # fmt: skip
+IN_THE_BOX = ("ours: unroll", "ours: reverse memory=auto", "ours: unroll tasks=N")  # and every peer
+QUICK = ("ours: reverse", "ours: reverse memory=auto", "ours: reverse memory=tenth", "ours: unroll", "higher",
+         "TorchOpt", "learn2learn", "Betty", "BOAT", "hypertorch")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,23 +50,25 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR",
                    help="where benchmarks.md, .json and the pictures go (runs/benchmarks)")  # fmt: skip
-    p.add_argument("--quick", action="store_true", help="fewer samples, steps and rounds; the same as --size quick")
+    p.add_argument("--quick", action="store_true",
+                   help="fewer samples, steps, rounds and runners; the same as --size quick")  # fmt: skip
     p.add_argument("--size", choices=list(SIZES), default=None, help="how large the problems are (full)")
     p.add_argument("--problems", type=listing(NAMES), default=None, metavar="P",
                    help=f"some of {', '.join(NAMES)}, or beginnings: P1,P4 (all; quick: not P4-20)")  # fmt: skip
     everyone = [r.name for r in RUNNERS]
-    p.add_argument("--runners", type=listing(everyone), default=everyone, metavar="R",
-                   help=f"some of {', '.join(everyone)}, or beginnings: ours,higher,JAX (all)")  # fmt: skip
+    p.add_argument("--runners", type=listing(everyone), default=None, metavar="R",
+                   help=f"some of {', '.join(everyone)}, or beginnings: ours,higher,JAX (all; quick: what is not "
+                   "compiled)")  # fmt: skip
     p.add_argument("--parts", type=listing(list(PARTS)), default=None, metavar="PART",
                    help="; ".join(f"{k}: {v}" for k, v in PARTS.items()) + " (all; quick: not quality)")  # fmt: skip
-    p.add_argument("--rounds", type=int, default=None, metavar="N", help="timed rounds of the table (5, quick 3)")
+    p.add_argument("--rounds", type=int, default=None, metavar="N", help="timed rounds of the table (3, quick 2)")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
                    help="cores for every runner (all)")  # fmt: skip
     p.add_argument("--malloc", choices=("keep", "default"), default="keep",
                    help="glibc's malloc, for all runners alike: keep what was freed, or return it (keep)")  # fmt: skip
     p.add_argument("--data-root", default=None, metavar="DIR", help="where MNIST is (./data or ../shared/data)")
     p.add_argument("--quality-seconds", type=float, default=None, metavar="S",
-                   help="at most so long for each method of `quality` (300, quick 20)")  # fmt: skip
+                   help="at most so long for each method of `quality` (60, quick 20)")  # fmt: skip
     p.add_argument("--merge", action="store_true", help="keep what --out has of other problems and parts")
     return p
 
@@ -122,7 +128,9 @@ def box(setting: Setting, problems: list[str], runners: list[str], rounds: int) 
         rows: dict[str, list[Result]] = {}
         for turn in range(max(1, rounds - 2)):
             for runner in (BY_NAME[r] for r in runners):
-                if runner.missing() or not runner.takes(name) or runner.name.startswith(("JAX", TENTH)):
+                if runner.missing() or not (
+                    runner.takes(name) and (runner.group == "peer" or runner.name in IN_THE_BOX)
+                ):
                     continue
                 say(f"{name}, out of the box: round {turn + 1}, {runner.name}")
                 ours = replace(setting, malloc="keep" if runner.group == "ours" else "default")
@@ -138,7 +146,7 @@ def growth(setting: Setting, runners: list[str]) -> Result:
     """Time and memory of each runner at each K: {runner: {K: {...}}}."""
     found: Result = {}
     for runner in (BY_NAME[r] for r in runners):
-        if runner.name.startswith(GROWING) and not (runner.missing() or runner.only or runner.name == TENTH):
+        if runner.name in GROWING and not runner.missing():
             rows: Result = {}
             for steps in SIZES[setting.size].horizons:
                 say(f"P6: K = {steps}, {runner.name}")
@@ -174,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     size = args.size or ("quick" if args.quick else "full")
-    rounds = args.rounds or (5 if size == "full" else 3)
+    rounds = args.rounds or (3 if size == "full" else 2)
+    runners = args.runners or [r.name for r in RUNNERS if size != "quick" or r.name in QUICK]
     problems = args.problems or [name for name in NAMES if size == "full" or name != "P4-20"]
     setting, begin = Setting(size, args.threads, args.malloc), time.perf_counter()
     results: dict[str, Any] = report.load(args.out) if args.merge else {}
@@ -185,14 +194,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "commands": [*results.get("commands", []), shlex.join(["python", "-m", "benchmarks", *argv])],
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    cap = args.quality_seconds or (300.0 if size == "full" else 20.0)
+    cap = args.quality_seconds or (60.0 if size == "full" else 20.0)
     jobs: dict[str, list[tuple[str, Callable[[], Result]]]] = {
-        "table": [(name, lambda name=name: table(setting, name, args.runners, rounds)) for name in problems],
-        "box": [("", lambda: box(setting, problems, args.runners, rounds))],
-        "growth": [("", lambda: growth(setting, args.runners))],
+        "table": [(name, lambda name=name: table(setting, name, runners, rounds)) for name in problems],
+        "box": [("", lambda: box(setting, problems, runners, rounds))],
+        "growth": [("", lambda: growth(setting, runners))],
         "overhead": [("", lambda: apart(extremes.overhead, replace(setting, threads=1), rounds))],
         "long": [("", lambda: long(setting))],
-        "quality": [("", lambda: quality(setting, args.runners, args.data_root, cap))],
+        "quality": [("", lambda: quality(setting, runners, args.data_root, cap))],
     }
     for part in args.parts or [part for part in PARTS if size == "full" or part != "quality"]:
         for key, job in jobs[part]:

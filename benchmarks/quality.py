@@ -27,7 +27,8 @@ STAY = 10  # outer steps that F1 has to stay above the target
 
 def cleaners(asked: list[str]) -> dict[str, tuple[str, str]]:
     """label -> (solver, runner): bigsam and gd with our default engine, then the loops of the others."""
-    loops = [name for name in ("higher", "TorchOpt", "autograd create_graph") if name in asked]
+    peers = [name for name, runner in BY_NAME.items() if runner.group == "peer" or name == "autograd create_graph"]
+    loops = [name for name in peers if name in asked]
     mine = {"ours: bigsam": ("bigsam", "ours: reverse"), "ours: gd": ("gd", "ours: reverse")}
     fast = {f"ours: {solver}, unroll": (solver, "ours: unroll") for solver in ("bigsam", "gd")}
     return {**(mine if "ours: reverse" in asked else {}), **(fast if "ours: unroll" in asked else {}),
