@@ -39,8 +39,8 @@ its own for each case. The data are random numbers of the right shapes, but for 
 GROWING = ("ours: reverse", "ours: reverse checkpoint=sqrt", "ours: reverse memory=auto", "ours: unroll", "higher",
            "TorchOpt", "JAX jit + scan")  # fmt: skip
 IN_THE_BOX = ("ours: unroll", "ours: reverse memory=auto", "ours: unroll tasks=N")  # and every peer
-QUICK = ("ours: reverse", "ours: reverse memory=auto", "ours: reverse memory=tenth", "ours: unroll", "higher",
-         "TorchOpt", "learn2learn", "Betty", "BOAT", "hypertorch")  # fmt: skip
+QUICK = ("ours: reverse", "ours: reverse memory=auto", "ours: unroll", "higher", "TorchOpt",
+         "learn2learn", "Betty", "BOAT", "hypertorch")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,7 +122,7 @@ def table(setting: Setting, name: str, runners: list[str], rounds: int) -> Resul
 
 
 def box(setting: Setting, problems: list[str], runners: list[str], rounds: int) -> Result:
-    """Each hypergradient in a process of its own: ours with the recipes' malloc, the peers with what they come with."""
+    """Each hypergradient in a process of its own: ours set up as in the recipes, the peers with what they come with."""
     found: Result = {}
     for name in (p for p in problems if p[:2] in ("P3", "P4")):
         rows: dict[str, list[Result]] = {}
@@ -133,8 +133,9 @@ def box(setting: Setting, problems: list[str], runners: list[str], rounds: int) 
                 ):
                     continue
                 say(f"{name}, out of the box: round {turn + 1}, {runner.name}")
-                ours = replace(setting, malloc="keep" if runner.group == "ours" else "default")
-                rows.setdefault(runner.name, []).append(apart(measure.fresh, ours, name, runner.name))
+                malloc, layout = ("keep", "recipe") if runner.group == "ours" else ("default", "plain")
+                its = replace(setting, malloc=malloc, layout=layout)
+                rows.setdefault(runner.name, []).append(apart(measure.fresh, its, name, runner.name))
         found[name] = {r: next((x for x in runs if "failed" in x), None) or {
             "group": BY_NAME[r].group, "seconds": [x["seconds"] for x in runs],
             "resident": max(x["resident"] for x in runs),

@@ -44,10 +44,13 @@ class Setting:
     malloc: str  # "keep" or "default"
     steps: int | None = None  # K, where it is not the problem's own
     tenth: int | None = None
+    layout: str = "plain"  # or "recipe": an encoder as recipes.models.build_encoder makes it
 
     def problem(self, name: str, **options: Any) -> Problem:
         p = make(name, self.size, steps=self.steps, **options)
         p.tenth = self.tenth
+        if self.layout == "recipe" and p.encoder:
+            p.encoder.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         return p
 
 

@@ -161,8 +161,9 @@ def problem(name: str, found: dict[str, Any]) -> list[str]:
 
 def out_of_the_box(found: dict[str, Any]) -> list[str]:
     note = (
-        "Ours as the recipes set it up (`recipes.malloc.keep_memory`), all others with the malloc that they come with; "
-        "each case in a process of its own, whose second hypergradient is timed."
+        "Ours as the recipes set it up (`recipes.malloc.keep_memory`; on P4 an encoder in channels-last, as "
+        "`recipes.models.build_encoder` makes it), all others as they come; each case in a process of its own, whose "
+        "second hypergradient is timed."
     )
     lines = ["## Out of the box", "", note, ""]
     for name, rows in found.items():
