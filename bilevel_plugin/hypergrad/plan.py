@@ -77,15 +77,11 @@ def cost(steps: int, states: int) -> int:
 
 @dataclass
 class Budget:
-    """Bytes in all, bytes of a step's graph and of a state: what fits beside what.
-
-    `lean`: a step of which nothing but the derivative is wanted needs no graph that is held.
-    """
+    """Bytes in all, bytes of a step's graph and of a state: what fits beside what."""
 
     memory: int
     graph: int
     state: int
-    lean: bool = False
 
     def graphs(self, states: int) -> int:
         """How many graphs fit beside so many states."""
@@ -100,12 +96,11 @@ class Budget:
         return graphs <= self.graphs(states)
 
     def room(self, steps: int, held: int) -> tuple[int, int]:
-        """The split of what is left between graphs and states that runs the fewest steps again: steps that can be gone
-        back over in one go, and further states."""
-        most = max(1, min(steps, self.graphs(held) + self.lean))
+        """The split of what is left between graphs and states that runs the fewest steps again."""
+        most = max(1, min(steps, self.graphs(held)))
 
         def slots(graphs: int) -> int:
-            return max(0, (self.memory - self.aside - (graphs - self.lean) * self.graph) // self.state - held)
+            return max(0, (self.memory - self.aside - graphs * self.graph) // self.state - held)
 
         def runs(graphs: int) -> int:
             return graphs * cost(-(-steps // graphs), 1 + slots(graphs))

@@ -119,18 +119,16 @@ class _ReverseTape(Tape):
         if memory is None:
             memory = free(next(iter(traced.to.values())).device) // 2
         heaviest, least = phi.largest(max(self._weighed.values()), -memory)  # the same plan on every rank
-        budget = Budget(-least, heaviest, state, phi.lean)
-        if budget != self._budget:
-            self._budget = budget
-            budget.check()
-        return budget
+        if self._budget is None or (heaviest, state) != (self._budget.graph, self._budget.state):
+            self._budget = Budget(-least, heaviest, state)
+            self._budget.check()
+        return self._budget
 
     def _fit(self, budget: Budget) -> None:
-        """Graphs give way to states, oldest first, until too few fit for going over a gap between states in one go."""
+        """Graphs give way to states, oldest first; and states to graphs, as long as their gaps are run in one go."""
         while not budget.fits(len(self._graphs), len(self._saved)):
-            few = len(self._graphs) <= self._every - budget.lean
-            wider = budget.fits(2 * self._every - budget.lean, (len(self._saved) + 1) // 2)
-            if len(self._graphs) == 1 or (few and wider and len(self._saved) > 1):
+            thinned = (len(self._saved) + 1) // 2
+            if len(self._graphs) == 1 or (thinned < len(self._saved) and budget.fits(2 * self._every, thinned)):
                 self._thin()
             else:
                 self._let_go(*self._graphs.popleft())
