@@ -48,6 +48,7 @@ def clean(setting: Setting, solver: str, runner: str, root: str, cap: float) -> 
     adam = torch.optim.Adam([lam], lr=0.2)
     curve, spent = list[tuple[float, float]](), 0.0
     while spent < cap and not (len(curve) >= STAY and all(score >= TARGETS[-1] for _, score in curve[-STAY:])):
+        lam.grad = None  # a library may add to it
         started = time.perf_counter()
         (lam.grad,) = run()
         adam.step()
