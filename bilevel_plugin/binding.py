@@ -196,10 +196,9 @@ class Conditions:
 
     def __eq__(self, other: object) -> bool:
         """Whether two calls that drew no random numbers saw the same."""
-        mine, theirs = (
-            (c._binding, c._modes, c._autocast, c._random) if isinstance(c, Conditions) else None for c in (self, other)
-        )
-        return not self.draws and mine == theirs
+        if not isinstance(other, Conditions) or self.draws or other.draws or self._binding is not other._binding:
+            return False
+        return self._modes == other._modes and self._autocast == other._autocast
 
     @property
     def draws(self) -> bool:

@@ -267,13 +267,7 @@ class Phi:
         self._watch.look([*weighted, *d.values()], z)
         step.to = {n: z[n].detach() + x.detach() for n, x in d.items() if id(z[n]) not in lean.unread}
         step.off = [x for pair in zip(values.values(), self._seen, strict=True) for x in _off(*pair)]
-        keys = [n for n in a if n in d and d[n].requires_grad]
-        inputs = [*z.values(), *wanted]
-        grads: Sequence[Tensor | None] = [None] * len(inputs)
-        if keys:
-            grads = torch.autograd.grad(
-                [d[n] for n in keys], inputs, [a[n] for n in keys], allow_unused=True, retain_graph=True
-            )
+        grads = Traced(z, d).pull({n: x for n, x in a.items() if n in d}, wanted)
         return [*(_sum(a.get(n), grad) for n, grad in zip(z, grads, strict=False)), *grads[len(z) :]]
 
     def _weighted(self, z: State, first: bool) -> tuple[list[Tensor], State, State]:
@@ -372,7 +366,7 @@ def _off(value: Tensor, before: float | Tensor) -> list[Tensor]:
     if isinstance(before, float) and value.item() == before:
         return []
     scale = 100 * torch.finfo(value.dtype).eps ** 0.5 * abs(before) + torch.finfo(value.dtype).tiny
-    return [((value - before).abs() / scale).nan_to_num(0.0)]
+    return [(value - before).abs() / scale]
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
