@@ -46,7 +46,7 @@ def overhead(setting: Setting, rounds: int) -> Result:
 
     def by_us(engine: Any) -> tuple[float, float]:
         begin = time.perf_counter()
-        with bilevel.inner(model, h, mean_loss, solver="gd", lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, mean_loss, solver="gd", lr=0.1, engine=engine) as loop:
             for _ in range(steps):
                 loop.step(x, y, outer=(x, y))
             done = time.perf_counter()
@@ -73,7 +73,7 @@ def long_loop(setting: Setting, engine: str, steps: int) -> Result:
         return F.cross_entropy(model(x), y) + mu.exp() * sum(w.square().sum() for w in model.parameters())
 
     weighted = engine != "forward"
-    options = {"hypergrad": bilevel.Reverse(checkpoint="sqrt") if weighted else "forward", "solver": "gd", "lr": p.lr}
+    options = {"engine": bilevel.Reverse(checkpoint="sqrt") if weighted else "forward", "solver": "gd", "lr": p.lr}
 
     def run() -> None:
         nonlocal plan

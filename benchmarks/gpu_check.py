@@ -118,7 +118,7 @@ class Case:
 
     def hypergradient(self, engine: Any, optimizer: str = "SGD", seed: int = 0) -> Tensor:
         torch.manual_seed(seed)
-        options = {"solver": bilevel.BiGSAM(1.0), "optimizer": OPTIMIZERS[optimizer](self.model), "hypergrad": engine}
+        options = {"solver": bilevel.BiGSAM(1.0), "optimizer": OPTIMIZERS[optimizer](self.model), "engine": engine}
         with bilevel.inner(self.model, self.h, mean_loss, **options) as loop:
             self.steps(loop)
             return loop.hypergrad(self.lam)
@@ -192,7 +192,7 @@ def ridge(device: str, engine: str) -> Tensor:
     def g(model: Any) -> Tensor:
         return (model(a[:4]) - b[4:]).square().sum()
 
-    with bilevel.inner(model, h, g, solver="gd", lr=0.3, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, solver="gd", lr=0.3, engine=engine) as loop:
         loop.run(200)
         return loop.hypergrad(decay)
 
@@ -249,7 +249,7 @@ def synchronisation(device: str) -> Iterator[Row]:
     def loops(engine: Any, optimizer: str, made: Any) -> tuple[bool | None, str]:
         case = Case(made, device, torch.float32)
         case.hypergradient(engine, optimizer)  # once before: libraries are loaded, and wait
-        options = {"optimizer": OPTIMIZERS[optimizer](case.model), "hypergrad": engine}
+        options = {"optimizer": OPTIMIZERS[optimizer](case.model), "engine": engine}
         with bilevel.inner(case.model, case.h, mean_loss, **options) as loop, no_sync(device):
             case.steps(loop, 3)
         return seen, words
@@ -271,7 +271,7 @@ def synchronisation(device: str) -> Iterator[Row]:
         with no_sync(device):
             (x, y), (x_query, y_query) = next(episodes)
             f, f_query = encode_task(encoder, x, x_query)
-            with bilevel.inner(head, loss, loss, lr=0.4, tasks=4, hypergrad="unroll") as loop:
+            with bilevel.inner(head, loss, loss, lr=0.4, tasks=4, engine="unroll") as loop:
                 loop.run(3, f, y, outer=(f_query, y_query))
         return seen, words
 

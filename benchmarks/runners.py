@@ -100,7 +100,7 @@ def ours(engine: Callable[[Problem], Any], tasks: bool = False, solver: str = "g
 
     def build(p: Problem) -> Run:
         model, h, g, number = p.single if tasks and p.single else (p.model, p.h, p.g, None)
-        options: dict[str, Any] = {"solver": solver, "lr": p.lr, "hypergrad": engine(p), "tasks": number, **more}
+        options: dict[str, Any] = {"solver": solver, "lr": p.lr, "engine": engine(p), "tasks": number, **more}
 
         def run() -> list[Tensor]:
             inner, outer = p.batches()

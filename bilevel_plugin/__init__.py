@@ -9,10 +9,15 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 """
 
 from .check import gradcheck
-from .hypergrad import CG, Forward, Neumann, Reverse, Unroll
+from .graph import Gradients, State, Traced, as_leaves
+from .hypergrad import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
 from .inner import Loop, inner
+from .replay import RecordedStep
 from .schedules import constant, convergent, power
-from .solvers import BDA, GD, BiGSAM, Penalty
+from .sentinel import DerivativeWarning
+from .solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
+from .step import LossMonitor, Moved, Step
+from .updates import Update, clip_norm, clip_value
 
 __version__ = "0.1.0"
 
@@ -21,14 +26,33 @@ __all__ = [
     "CG",
     "GD",
     "BiGSAM",
+    "DerivativeWarning",
+    "End",
+    "Engine",
     "Forward",
+    "Gradients",
     "Loop",
+    "LossMonitor",
+    "Moved",
     "Neumann",
     "Penalty",
+    "Rate",
+    "RecordedStep",
     "Reverse",
+    "State",
+    "Step",
+    "StepRule",
+    "Tape",
+    "Traced",
     "Unroll",
+    "Update",
+    "Value",
+    "as_leaves",
+    "clip_norm",
+    "clip_value",
     "constant",
     "convergent",
+    "evaluate",
     "gradcheck",
     "inner",
     "power",

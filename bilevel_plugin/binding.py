@@ -1,95 +1,145 @@
-"""From a model and a loss to a function of the weights, and what it takes to call that function again.
+"""The model as a function of its weights and buffers, and the model as it was, to be put back.
 
-`Binding` swaps weights and buffers into the user's own module for the time of one call (what
-`torch.func.functional_call` does, with the places looked up once), so h and g stay as they are and the module is left
-as it was.
-`Conditions` remembers what such a call saw besides its arguments.
+There are two ways for weights to enter a loss.
+
+- *Own parameters*: w_k is written into the model's own parameters, which are the leaves that derivatives are taken
+  for. The loss runs as it does in the plain loop: aliases, hooks, closures over `model.parameters()` and backward
+  passes that run a part of the model again see the right weights by construction. This is for engines that keep no
+  graph from one step to the next.
+- *Swapped in*: the weights are tensors of their own, with a graph (`unroll`, `memory=`) or a task dimension. They
+  take the places of the parameters while a loss and its derivative are computed, as in `torch.func.functional_call`,
+  with the places looked up once.
+
+Buffers are swapped in both ways, so that a loss may update them in place. Between the steps the model's own tensors
+hold the numbers of the current state.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+from torch.nn.utils import parametrize
 
-State = dict[str, Tensor]
+from .graph import State
+from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, twice_differentiable
+
 Loss = Callable[..., Tensor]
-# Held while a loss runs: weights are in the user's module then, and the kernels of attention, cuDNN and the random
-# numbers that are switched and put back are the process's, not the thread's. Re-entrant, for a loop inside a loss.
-EXCLUSIVE = threading.RLock()
-_DEVICE_TYPES = {"cpu", *([a.type] if (a := torch.accelerator.current_accelerator()) else [])}
+_RUNNING = ("running_mean", "running_var")
+
+
+@dataclass
+class Inside:
+    """What is in the model while a loss runs: the leaves to differentiate for, and where to find the buffers."""
+
+    weights: State
+    statistics: State
+    buffers: Callable[[], State]
+    swapped: State  # every tensor that takes the place of one of the model's
+    taking: TakingDirection = field(default_factory=TakingDirection)
 
 
 class Binding:
     """The model as a function of the weights w (its trainable parameters) and of its buffers.
 
-    With an optimizer, w is what the optimizer holds; any other trainable parameter stays in the model and
-    may be an outer variable.
+    With an optimizer, w is what the optimizer holds; any other trainable parameter stays in the model and may be an
+    outer variable.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        _refuse(model)
-        self.model = model
-        self.group: Any = None  # of processes that take part
+    tasks: int | None = None
+    share: float = 1.0  # of this process in a mean over all processes that take part
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, own_parameters: bool = True
+    ) -> None:
+        _refuse_model(model)
+        self.model, self.own_parameters = model, own_parameters
         self.parameters = _inner_parameters(model, optimizer)
-        self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None}
         self.modules = tuple(model.modules())
-        tensors = {id(t): n for n, t in (*self.parameters.items(), *self.buffers.items())}
-        # every place that holds one of them: tied weights have several, a submodule under two names is one place
-        self._places: list[tuple[dict[str, Any], str, str]] = [
-            (holder, name, tensors[id(t)])
-            for module in self.modules
-            for holder in (vars(module)["_parameters"], vars(module)["_buffers"])
-            for name, t in holder.items()
-            if id(t) in tensors
-        ]
+        # a buffer that requires grad is an outer variable, and stays where it is
+        self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None and not b.requires_grad}
+        _refuse_shared_memory(model, self.parameters)
+        tracked = {id(b) for m in self.modules if isinstance(m, NORMALISATIONS) for n, b in m.named_buffers(recurse=False) if n in _RUNNING}
+        self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
+        self.moving: set[str] = set()  # the statistics that a step of this loop has changed
+        self._parameter_places = _places(self.modules, "_parameters", self.parameters)
+        self._buffer_places = _places(self.modules, "_buffers", self.buffers)
+        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
         held = (*model.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
-        self._recurrent = any(isinstance(m, nn.RNNBase) for m in self.modules)
-        self._weight_norm = any(type(m).__name__ == "_WeightNorm" for m in self.modules)
+        self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
+        self.weight_norm = any(type(m).__name__ == "_WeightNorm" for m in self.modules)
+        self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
+        self._session: _Session | None = None
+        self._held: State | None = None  # the state whose numbers the model's own tensors have
+        self._versions: list[int] = []
 
     @property
     def key(self) -> tuple[object, ...]:
         """What tells whether another binding does the same."""
-        return tuple((id(holder), name, n) for holder, name, n in self._places)
+        return tuple((id(holder), name, n) for holder, name, n in (*self._parameter_places, *self._buffer_places))
 
-    def start(self) -> State:
-        """w_0, still attached to the model's parameters."""
-        with torch.enable_grad():
-            return {n: self.each(p) for n, p in self.parameters.items()}
+    # --- several inner problems, or several processes, in one: see tasks.py and parallel.py ---
 
-    def each(self, x: Tensor) -> Tensor:
+    def for_every_task(self, x: Tensor) -> Tensor:
         """A tensor of the model, once for every inner problem."""
         return x
 
-    def mean(self, name: str, value: Tensor) -> Tensor:
-        """The loss of this name over all processes that take part."""
+    def each_task(self, function: Callable[[State], State], d: State) -> State:
+        """function(d) for every inner problem."""
+        return function(d)
+
+    def total(self, value: Tensor) -> Tensor:
+        """One number for the loss: its sum over the tasks."""
         return value
 
-    def once(self, x: Tensor) -> Tensor:
-        """A tensor that a step uses outside of the losses: a rate, an option of an optimizer."""
-        return x
+    def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
+        """Raise if the batch of the loss can't be what it should be."""
 
-    def own(self, w: State) -> State:
-        """The weights as the losses see them."""
+    def initial_weights(self) -> State:
+        """w_0, still attached to the model's parameters."""
+        with torch.enable_grad():
+            return {n: self.for_every_task(p) for n, p in self.parameters.items()}
+
+    def mean_of_loss(self, name: str, value: Tensor) -> Tensor:
+        """The value of the loss of this name over all processes that take part."""
+        return value
+
+    def mean_of_direction(self, d: State) -> State:
+        """The gradient of the mean loss, from that of this process's loss."""
+        return d
+
+    def sum_over_ranks(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Adjoints of the weights, from what this process's loss gives to them."""
+        return grads
+
+    def weights_for_losses(self, w: State) -> State:
+        """The weights as the losses of this process see them, where graphs are kept."""
         return w
 
-    def check_same(self, tensors: State) -> None:
+    def count_once_across_ranks(self, x: Tensor) -> Tensor:
+        """A tensor that every process uses in the same way outside of the losses: a rate, an option."""
+        return x
+
+    def check_same_on_all_ranks(self, tensors: State) -> None:
         """Raise if the processes that take part hold different numbers."""
 
-    def agree(self, ok: bool) -> bool:
+    def announce(self, action: str) -> None:
+        """Raise if the processes that take part are about to do different things."""
+
+    def all_agree(self, ok: bool) -> bool:
         """Whether all is well in every process that takes part."""
         return ok
 
-    def largest(self, *numbers: int) -> tuple[int, ...]:
+    def largest_on_any_rank(self, *numbers: int) -> tuple[int, ...]:
         """The largest of each number among the processes that take part."""
         return numbers
 
@@ -97,33 +147,147 @@ class Binding:
         """Gradients for the inputs, from the parts that this process has of them."""
         return list(parts)
 
-    def call(
-        self, function: Callable[..., Any], w: State, buffers: State, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, State]:
-        """function(model, *args) at the weights w; also the buffers as that call left them."""
-        before = [holder[name] for holder, name, _ in self._places]
+    # --- the block: what the model was, and what it holds now ---
+
+    def open(self) -> None:
+        """Take hold of the model, until `close`."""
+        self._session = _Session.open(self)
+
+    def close(self) -> None:
+        """Put back what was in the model."""
+        if self._session is not None:
+            with EXCLUSIVE:
+                self._session.close()
+            self._session = None
+        self._held = None
+
+    def keep(self) -> None:
+        """Leave what is in the model now for after the block."""
+        assert self._session is not None
+        self._session.remember_values()
+
+    def hold(self, z: State, buffers: State) -> None:
+        """Write the numbers of this state into the model's own tensors."""
+        if self.tasks is not None or self._held is z:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.parameters.values()), [z[n] for n in self.parameters])  # pyright: ignore
+            for n, b in self.buffers.items():
+                new = z[n] if n in z else buffers[n]
+                if new is not b:
+                    b.copy_(new)
+        self._held = z
+        self._versions = [p._version for p in self.parameters.values()]
+
+    def check_held(self, z: State, k: int) -> None:
+        """Raise if the model is not as the last step left it."""
+        assert self._session is not None
+        self._session.check_on_top()
+        if self.tasks is not None:
+            return
+        for holder, name, n in self._parameter_places:
+            if holder.get(name) is not self.parameters[n]:
+                raise RuntimeError(
+                    f"bilevel.inner: the parameter {n!r} was replaced in the block, after step k = {k}. Build the model "
+                    "before the block, and open a new block after such a change."
+                )
+        for p in self._trainable:
+            if not p.requires_grad:
+                raise RuntimeError(self._flag("frozen (requires_grad was set to False)", p, k))
+        for p in self._frozen:
+            if p.requires_grad:
+                raise RuntimeError(self._flag("unfrozen (requires_grad was set to True)", p, k))
+        for (n, p), version in zip(self.parameters.items(), self._versions, strict=True):
+            x = z[n].detach()
+            same = p.shape == x.shape and p.dtype == x.dtype and p.device == x.device
+            same = same and (p._version == version or p.is_meta)
+            if not same or (p.device.type == "cpu" and not torch.equal(p, x) and not _equal_but_for_nan(p, x)):
+                raise RuntimeError(
+                    f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "
+                    "that change is not known. In the block it is loop.step that trains: leave out optimizer.step(), "
+                    "load_state_dict and writing to the weights. What a step should do to them (a projection, say) "
+                    "belongs into h, as a function of them."
+                )
+        if self._parametrized and parametrize._cache_enabled:  # pyright: ignore[reportPrivateUsage]
+            raise RuntimeError(
+                "bilevel.inner: parametrize.cached() is on, and the cached weights are not those of the current step. "
+                "Use it inside h and g, not around the block."
+            )
+
+    def _flag(self, what: str, p: Tensor, k: int) -> str:
+        name = next(n for n, q in self.model.named_parameters() if q is p)
+        return (
+            f"bilevel.inner: the parameter {name!r} was {what} in the block, after step k = {k}. Set requires_grad before "
+            "the block, and open a new block for another set of weights."
+        )
+
+    # --- the model as a function ---
+
+    @contextmanager
+    def inside(
+        self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False
+    ) -> Generator[Inside]:
+        """Weights and buffers in the model, to compute losses and their derivatives in.
+
+        With `graph`, buffers that are state can be differentiated if `statistics` says so.
+        """
+        follow = {n for n in self.statistics if n in z} if graph and statistics else set[str]()
+        leaves: State = {}
+        copies: State = {}
+        with torch.set_grad_enabled(graph):
+            for n in self.buffers:
+                old = z[n] if n in z else buffers[n]
+                if n in follow:
+                    leaves[n] = old if old.requires_grad else old.detach().requires_grad_()
+                    copies[n] = leaves[n].clone()
+                else:
+                    copies[n] = old.detach().clone()
+        if self.own_parameters:
+            self.hold(z, buffers)
+            weights = self.parameters
+        else:
+            weights = {n: z[n] for n in self.parameters}
+            copies.update(self.weights_for_losses(weights))
+        hooks = [p._backward_hooks for p in self.parameters.values() if p._backward_hooks] if self.own_parameters else []
+        with (
+            self.swapped(copies, weights, leaves) as inside,
+            self.twice_differentiable(inside.taking if follow else None),
+            _silenced(hooks) if hooks else _NOTHING,
+        ):
+            yield inside
+
+    @contextmanager
+    def swapped(self, tensors: State, weights: State | None = None, statistics: State | None = None) -> Generator[Inside]:
+        """These tensors in the places of the parameters and buffers of the same names."""
+        places = [place for place in (*self._parameter_places, *self._buffer_places) if place[2] in tensors]
+        before = [holder[name] for holder, name, _ in places]
         try:
-            for holder, name, n in self._places:
-                holder[name] = w[n] if n in w else buffers[n]
-            out = function(self.model, *args, **kwargs)
-            after: dict[str, Any] = {n: holder[name] for holder, name, n in self._places if n in buffers}
-            return out, after
+            for holder, name, n in places:
+                holder[name] = tensors[n]
+            yield Inside(weights or tensors, statistics or {}, self._buffers_inside, tensors)
         finally:
-            for (holder, name, _), tensor in zip(self._places, before, strict=True):
+            for (holder, name, _), tensor in zip(places, before, strict=True):
                 holder[name] = tensor
 
-    def total(self, value: Tensor) -> Tensor:
-        """One number for the loss."""
-        return value
+    def _buffers_inside(self) -> State:
+        return {n: holder[name] for holder, name, n in self._buffer_places}
 
-    def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
-        """Raise if the batch of the loss can't be what it should be."""
+    def twice_differentiable(self, statistics: TakingDirection | None = None) -> AbstractContextManager[Any]:
+        """Keep out the kernels whose second derivative is missing or wrong; those of running statistics, if asked."""
+        return twice_differentiable(
+            recurrent_on_gpu=self._recurrent_on_gpu, weight_norm=self.weight_norm, statistics=statistics
+        )
 
-    def loss(self, name: str, loss: Loss, w: State, buffers: State, batch: tuple[Any, ...]) -> tuple[Tensor, State]:
-        """loss(model, *batch) at w, checked. To be called under `twice_differentiable`."""
+    def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
+        """function(model, *args), with what is inside."""
+        return function(self.model, *args, **kwargs)
+
+    def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
+        """loss(model, *batch), checked."""
         self.check_batch(name, batch)
+        versions = [x._version for x in inside.weights.values()]
         try:
-            value, buffers = self.call(lambda *args: scalar(name, loss(*args)), w, buffers, batch, {})
+            value = self.call(lambda *args: scalar(name, loss(*args)), inside, batch)
         except TypeError as error:
             _check_arguments(name, loss, self.model, batch, error)
             raise
@@ -131,131 +295,133 @@ class Binding:
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
             torch.clear_autocast_cache()
-        return self.mean(name, self.total(value)), buffers
-
-    def twice_differentiable(self) -> AbstractContextManager[None]:
-        """Keep out the kernels whose second derivative is missing or wrong."""
-        return self._plain_kernels() if self._recurrent or self._weight_norm else _MATH_ATTENTION
-
-    @contextmanager
-    def _plain_kernels(self) -> Generator[None]:
-        no_cudnn = torch.backends.cudnn.flags(enabled=False) if self._recurrent and self.devices else nullcontext()
-        plain = _PlainWeightNorm() if self._weight_norm else nullcontext()
-        with _MATH_ATTENTION, no_cudnn, plain:
-            yield
-
-
-class _MathAttention(AbstractContextManager[None]):
-    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price.
-
-    The switches are the process's, and so this holds EXCLUSIVE.
-    """
-
-    def __init__(self) -> None:
-        self._before: list[list[bool]] = []  # a loop may be inside a loss
-
-    def __enter__(self) -> None:
-        EXCLUSIVE.acquire()
-        self._before.append([enabled() for enabled, _, _ in _ATTENTION])
-        for _, enable, wanted in _ATTENTION:
-            enable(wanted)
-
-    def __exit__(self, *error: object) -> None:
-        for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
-            enable(on)
-        EXCLUSIVE.release()
-
-
-_ATTENTION = [
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
-]
-_MATH_ATTENTION = _MathAttention()
-
-
-class _PlainWeightNorm(TorchFunctionMode):
-    """w = g·v/‖v‖ written out: the fused kernel of torch.nn.utils.parametrizations.weight_norm fails gradgradcheck."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._weight_norm:  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            v, g, dim = args
-            return v * (g / torch.norm_except_dim(v, 2, dim))
-        return func(*args, **(kwargs or {}))
-
-
-class Conditions:
-    """What a call saw besides its arguments: train/eval modes, autocast, random numbers."""
-
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
-        self._modes = [m.training for m in binding.modules]
-        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
-        self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
-
-    def __eq__(self, other: object) -> bool:
-        """Whether two calls that drew no random numbers saw the same."""
-        if not isinstance(other, Conditions) or self.draws or other.draws or self._binding is not other._binding:
-            return False
-        return self._modes == other._modes and self._autocast == other._autocast
-
-    @property
-    def draws(self) -> bool:
-        """Whether the call drew random numbers."""
-        return self._random is not None
-
-    @property
-    def autocast(self) -> bool:
-        return any(on for on, _ in self._autocast.values())
-
-    def settle(self) -> None:
-        """Called after the call: drop the random state if nothing was drawn from it."""
-        now = _random_states(self._binding.devices)
-        if self._random is not None and all(torch.equal(s, now[d]) for d, s in self._random.items()):
-            self._random = None
-
-    @property
-    def precision(self) -> float:
-        """The rounding unit of the coarsest type that the call computed in."""
-        types = [p.dtype for p in self._binding.parameters.values()]
-        types += [dtype for on, dtype in self._autocast.values() if on]
-        return max(torch.finfo(t).eps for t in types)
-
-    @contextmanager
-    def again(self) -> Generator[None]:
-        """The same conditions once more; those of the caller come back at the end."""
-        modules = self._binding.modules
-        with EXCLUSIVE, ExitStack() as stack:
-            modes = [m.training for m in modules]
-            random = None if self._random is None else _random_states(self._binding.devices)
-            for kind, (on, dtype) in self._autocast.items():
-                if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))
-            try:
-                _set_modes(modules, self._modes)
-                _set_random_states(self._random)
-                yield
-            finally:
-                _set_modes(modules, modes)
-                _set_random_states(random)
-
-
-def full_precision() -> AbstractContextManager[Any]:
-    """Autocast off: it is for the forward pass, and derivatives keep the types of the operations they belong to."""
-    on = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
-    return _without_autocast(on) if on else _NOTHING
+        for (n, x), version in zip(inside.weights.items(), versions, strict=True):
+            if x._version != version:
+                raise RuntimeError(
+                    f"bilevel.inner: {name} writes to the weight {n!r} (nn.Embedding(max_norm=...), or a projection), and "
+                    "the derivative of that is not known. Write it as a function of the weights that the loss uses: "
+                    "a parametrization, or a term of the loss."
+                )
+        return self.total(value)
 
 
 @contextmanager
-def _without_autocast(kinds: list[str]) -> Generator[None]:
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+def _silenced(hooks: list[Any]) -> Generator[None]:
+    """Hooks on parameters belong to the direction (see updates.py), not to its derivative."""
+    kept = [dict(h) for h in hooks]
+    for h in hooks:
+        h.clear()
+    try:
         yield
+    finally:
+        for h, items in zip(hooks, kept, strict=True):
+            h.update(items)
 
 
 _NOTHING = nullcontext()
+
+
+class _Session:
+    """What a block found in the model. Sessions on one model stack; each puts back what it found."""
+
+    _open: dict[int, list[_Session]] = {}  # of every parameter that is held, by id: the innermost is the last
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding, self.thread = binding, get_ident()
+        model = binding.model
+        self._modes = [(m, m.training) for m in binding.modules]
+        self._flags = [(p, p.requires_grad) for p in model.parameters()]
+        # tensors and lists of tensors among the attributes: `_flat_weights` of RNNs, `weight` of old-style prune
+        self._attributes = [
+            (vars(m), name, value, list(value) if isinstance(value, list) else None)
+            for m in binding.modules
+            for name, value in vars(m).items()
+            if isinstance(value, Tensor) or (isinstance(value, list) and any(isinstance(x, Tensor) for x in value))
+        ]
+        self._dense = [m for m in binding.modules if isinstance(m, nn.Embedding) and m.sparse]
+        self._places = [
+            (holder, name, t)
+            for m in binding.modules
+            for holder in (vars(m)["_parameters"], vars(m)["_buffers"])
+            for name, t in holder.items()
+        ]
+        self._values: list[tuple[Tensor, Tensor]] = []
+        self.remember_values()
+
+    def remember_values(self) -> None:
+        binding = self.binding
+        written = () if binding.tasks is not None else (*binding.parameters.values(), *binding.buffers.values())
+        self._values = [(t, t.detach().clone()) for t in written]
+
+    @classmethod
+    def open(cls, binding: Binding) -> _Session:
+        with EXCLUSIVE:
+            for p in binding.parameters.values():
+                stack = cls._open.get(id(p), [])
+                if stack and stack[-1].thread != get_ident():
+                    raise RuntimeError(
+                        "bilevel.inner: another thread has a block open on this model, and there is one set of weights "
+                        "in it. Give each thread a model of its own: copy.deepcopy(model)."
+                    )
+            session = cls(binding)
+            for p in binding.parameters.values():
+                cls._open.setdefault(id(p), []).append(session)
+            for m in session._dense:  # a sparse gradient has no derivative; the dense one has the same numbers
+                m.sparse = False
+            return session
+
+    def check_on_top(self) -> None:
+        for p in self.binding.parameters.values():
+            if self._open[id(p)][-1] is not self:
+                raise RuntimeError(
+                    "bilevel.inner: a block inside of this one is still open on the same model, and its weights are in "
+                    "it. Close the inner block first, or give it a copy of the model."
+                )
+
+    def close(self) -> None:
+        above: dict[int, _Session] = {}
+        for p in self.binding.parameters.values():
+            stack = self._open[id(p)]
+            at = stack.index(self)
+            if at + 1 < len(stack):
+                above[id(p)] = stack[at + 1]
+            del stack[at]
+            if not stack:
+                del self._open[id(p)]
+        with torch.no_grad():
+            later = next(iter(above.values()), None)
+            if later is not None:  # closed out of order: the block that is still open puts it back in the end
+                mine = {id(t): saved for t, saved in self._values}
+                later._values = [(t, mine.get(id(t), saved)) for t, saved in later._values]
+                later._modes, later._flags = self._modes, self._flags
+                return
+            for t, saved in self._values:
+                if not t.is_meta and t.dtype == saved.dtype:
+                    t.copy_(saved)
+                elif t.dtype != saved.dtype:
+                    t.data = saved
+        for holder, name, t in self._places:
+            holder[name] = t
+        for holder, name, value, items in self._attributes:
+            if items is not None:
+                value[:] = items
+            holder[name] = value
+        for p, flag in self._flags:
+            p.requires_grad_(flag)
+        for m, mode in self._modes:
+            m.training = mode
+        for m in self._dense:
+            m.sparse = True
+
+
+def _places(
+    modules: Iterable[nn.Module], kind: str, tensors: Mapping[str, Tensor]
+) -> list[tuple[dict[str, Any], str, str]]:
+    """Every place that holds one of them: tied weights have several, a submodule under two names is one place."""
+    names = {id(t): n for n, t in tensors.items()}
+    return [
+        (vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names
+    ]
 
 
 def scalar(name: str, value: object) -> Tensor:
@@ -275,58 +441,60 @@ def scalar(name: str, value: object) -> Tensor:
     return value
 
 
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tuple, list or dict of anything."""
-    leaves = tree if _flat(tree) else pytree.tree_leaves(tree)
-    return [x for x in leaves if isinstance(x, Tensor)]
+def _equal_but_for_nan(x: Tensor, y: Tensor) -> bool:
+    return bool(torch.isclose(x, y, rtol=0, atol=0, equal_nan=True).all())
 
 
-def _flat(tree: Any) -> bool:
-    """A plain tuple of tensors, as most batches are: no need for the slow general way."""
-    return type(tree) is tuple and all(isinstance(x, Tensor) for x in tree)
-
-
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same structure with every tensor replaced."""
-    if _flat(tree):
-        return tuple(map(function, tree))
-    return pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
-
-
-def _set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
-    for module, mode in zip(modules, modes, strict=True):
-        if module.training != mode:
-            module.training = mode
-
-
-def _random_states(devices: set[torch.device]) -> dict[torch.device | None, Tensor]:
-    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
-    for d in devices:
-        module = torch.get_device_module(d)
-        states[d] = module.get_rng_state() if d.type == "mps" else module.get_rng_state(d)
-    return states
-
-
-def _set_random_states(states: dict[torch.device | None, Tensor] | None) -> None:
-    for d, state in (states or {}).items():
-        if d is None:
-            torch.set_rng_state(state)
-        elif d.type == "mps":
-            torch.get_device_module(d).set_rng_state(state)
-        else:
-            torch.get_device_module(d).set_rng_state(state, d)
-
-
-def _refuse(model: nn.Module) -> None:
+def _refuse_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"bilevel.inner: model must be an nn.Module, got {type(model).__name__}.")
     for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            where = f"the submodule {name!r}" if name else "the model"
+        where = f"the submodule {name!r}" if name else "the model"
+        kind = type(module).__name__
+        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise TypeError(
                 f"bilevel.inner: {where} is torch.compile'd, and a compiled module has no second derivative. "
                 "Pass the module as it was before compiling (compiled._orig_mod)."
             )
+        if kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel") or kind.startswith("FSDP"):
+            raise TypeError(
+                f"bilevel.inner: {where} is wrapped in {kind}, which sums gradients outside of autograd's second "
+                "derivative. Pass the module itself (model.module), and group= for several processes."
+            )
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            raise TypeError(
+                f"bilevel.inner: {where} is an nn.Embedding with scale_grad_by_freq=True, whose second derivative is "
+                "wrong in PyTorch. Set scale_grad_by_freq=False."
+            )
+    for name, buffer in model.named_buffers():
+        if buffer is not None and buffer.grad_fn is not None:
+            raise ValueError(
+                f"bilevel.inner: the buffer {name!r} carries a graph of autograd. Compute it inside h, or register it "
+                "detached."
+            )
+
+
+def _refuse_shared_memory(model: nn.Module, parameters: State) -> None:
+    """Tied weights are one Parameter in two places; two tensors over the same memory train otherwise."""
+    held = {id(p): n for n, p in parameters.items()}
+    spans: list[tuple[int, int, str, bool]] = []
+    tensors = {id(t): (n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t is not None}
+    for key, (n, t) in tensors.items():
+        if t.layout == torch.strided and t.numel() and not t.is_meta and not _lazy(t):
+            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+            spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size(), n, key in held))
+    spans.sort()
+    for (_, end, one, a), (begin, _, other, b) in zip(spans, spans[1:], strict=False):
+        if begin < end and (a or b):
+            raise ValueError(
+                f"bilevel.inner: {one!r} and {other!r} are tied: two tensors that share their memory, of which a step "
+                "would see one. Tie weights by the parameter itself (model.b.weight = model.a.weight), and give a "
+                "frozen copy or a buffer memory of its own (.clone())."
+            )
+
+
+def _lazy(t: Tensor) -> bool:
+    return isinstance(t, nn.parameter.UninitializedTensorMixin)
 
 
 def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
@@ -351,6 +519,11 @@ def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
             "integer ones can't be trained). Set requires_grad on what the inner loop should train."
         )
     for n, p in inner.items():
+        if _lazy(p):
+            raise ValueError(
+                f"bilevel.inner: the parameter {n!r} of a lazy module has no shape yet. Call the model once, on a batch, "
+                "before the block."
+            )
         if p.is_complex():
             raise TypeError(
                 f"bilevel.inner: the parameter {n!r} is complex ({p.dtype}), and steps on complex weights are not "
@@ -360,6 +533,12 @@ def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
             raise RuntimeError(
                 f"bilevel.inner: the parameter {n!r} was made under torch.inference_mode and can't be differentiated. "
                 "Build the model outside of it."
+            )
+        hooks = getattr(p, "_post_accumulate_grad_hooks", None)
+        if hooks:
+            raise ValueError(
+                f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, and a block has none "
+                "there. Remove it, and write what it does to the gradient as clip=, a function of the direction."
             )
     return inner
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .binding import Binding, Loss, State, map_tensors, tensors_of
-from .inner import Inputs, as_tuple, flatten, inner
-from .step import check_twice_differentiable
+from .binding import Binding, Inside, Loss
+from .graph import State, find_leaves, map_tensors, tensors_of
+from .inner import inner
+from .loop import Inputs, as_tuple, flatten
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,8 @@ def _check_second_derivatives(
         def value(w: State, loss: Loss = loss, name: str = name, args: tuple[Any, ...] = args) -> Tensor:
             torch.manual_seed(seed)
             buffers = {n: b.detach().clone() for n, b in binding.buffers.items()}
-            return binding.loss(name, loss, w, buffers, args)[0]
+            with binding.inside({**w, **buffers}, {}, graph=True) as inside:
+                return binding.loss(name, loss, inside, args)
 
         w = {n: p.detach().clone() for n, p in binding.parameters.items()}
         findings.append(_check_hessian(f"loss {name}", value, w, scale, seed))

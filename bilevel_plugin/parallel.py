@@ -2,14 +2,14 @@
 
     h(w, λ) = 1/N·Σ_r h_r(w, λ), and so g; rank r evaluates h_r and g_r
 
-Two operations join the graphs of all ranks into one, each the derivative of the other:
+The direction of a step is the mean of the ranks' gradients: one all-reduce of |w|. Backwards, each rank pulls 1/N of
+the cotangent through its own gradient, and what comes to the weights is summed over the ranks: one more. Gradients
+for λ are this rank's part, to be summed when all steps are done.
 
-- `_Own`: what all ranks hold, as the losses of this rank see it; backwards, the sum over all ranks;
+Where graphs are kept, the same is done by two operations that autograd goes through:
+
+- `_Local`: what all ranks hold, as the losses of this rank see it; backwards, the sum over all ranks;
 - `_Sum`: the sum over all ranks, which all of them hold then; backwards, what this rank has to do with it.
-
-With weights that enter the losses through `_Own` and losses that leave through `_Sum`, gradients for w come out whole,
-and so do those of gradients: the engines need not know. One all-reduce of |w| for a step's direction and one for its
-adjoint. Gradients for λ are this rank's part, to be summed when all steps are done.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .binding import Binding, State
+from .binding import Binding
+from .graph import State
 
-_TAGS = 4096  # so that the sum of tags over the ranks is exact in float32
+_TAGS = 4096  # so that the sum of tags over the ranks is exact
 
 
 class ParallelBinding(Binding):
@@ -37,40 +38,68 @@ class ParallelBinding(Binding):
         optimizer: torch.optim.Optimizer | None,
         group: dist.ProcessGroup,
         local: Iterable[Tensor],
+        *,
+        own_parameters: bool,
     ) -> None:
-        super().__init__(model, optimizer)
-        self.group, self._local = group, {id(x) for x in local}
+        super().__init__(model, optimizer, own_parameters=own_parameters)
+        self._group: Any = group
+        self._local = {id(x) for x in local}
         self._ranks = dist.get_world_size(group)
+        self.share = 1 / self._ranks
         self._calls = 0
         self._device = next(iter(self.parameters.values())).device
         self._strayed = torch.zeros((), device=self._device)
 
-    def start(self) -> State:
+    def close(self) -> None:
+        super().close()
+        self._group = None  # held past its end, it aborts the process (gloo)
+
+    def initial_weights(self) -> State:
         remedy = "Build the model from the same seed on every rank, or broadcast its parameters before the block"
-        self.check_same(self.parameters, f"start from different weights. {remedy}")
-        return super().start()
+        self.announce("start")
+        self.check_same_on_all_ranks(self.parameters, f"start from different weights. {remedy}")
+        return super().initial_weights()
 
-    def each(self, x: Tensor) -> Tensor:
-        return self.once(x)
+    def for_every_task(self, x: Tensor) -> Tensor:
+        return self.count_once_across_ranks(x)
 
-    def once(self, x: Tensor) -> Tensor:
+    def count_once_across_ranks(self, x: Tensor) -> Tensor:
         """All ranks hold x outside of their losses, and gradients are summed over the ranks: 1/N of it on each."""
         return x.detach() + (x - x.detach()) / self._ranks if x.requires_grad else x
 
-    def own(self, w: State) -> State:
-        return dict(zip(w, _Own.apply(self.group, *w.values()), strict=True))  # pyright: ignore
+    def weights_for_losses(self, w: State) -> State:
+        return dict(zip(w, _Local.apply(self._group, *w.values()), strict=True))  # pyright: ignore
 
-    def mean(self, name: str, value: Tensor) -> Tensor:
+    def mean_of_direction(self, d: State) -> State:
+        # a weight that this rank's loss does not read may be read on another: every weight takes part
+        parts = [None if d.get(n) is None else d[n] / self._ranks for n in self.parameters]
+        sums = _sum(self._group, parts, list(self.parameters.values()))
+        return {n: x for n, x in zip(self.parameters, sums, strict=True) if x is not None}
+
+    def sum_over_ranks(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        return _sum(self._group, grads, like) if self.own_parameters else grads
+
+    def mean_of_loss(self, name: str, value: Tensor) -> Tensor:
         """Also checks that the ranks evaluate the same loss: a rank that is a step ahead would get others' numbers."""
+        return self._meet(1 + (name != "h"), value)
+
+    def announce(self, action: str) -> None:
+        self._meet(3 + ("start", "hypergrad", "value", "end").index(action))
+
+    def _meet(self, code: int, value: Tensor | None = None) -> Tensor:
+        """The mean of a value, where all ranks come to it at the same moment; whatever they do, it is one message."""
         self._calls += 1
-        tag = (2 * self._calls + (name != "h")) % _TAGS
-        value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-        pair = torch.stack([value / self._ranks, value.new_full((), tag)])
-        mean, tags = _sum(self.group, [pair])[0].unbind()
-        self._strayed = torch.maximum(self._strayed, (tags.detach() - self._ranks * tag).abs().to(self._strayed))
+        tag = (8 * self._calls + code) % _TAGS
+        precise = torch.float32 if self._device.type == "mps" else torch.float64
+        number = torch.zeros((), dtype=precise, device=self._device) if value is None else value.detach().to(precise)
+        pair = torch.stack([number / self._ranks, number.new_full((), tag), number.new_full((), tag * tag)])
+        dist.all_reduce(pair, group=self._group)
+        mean, tags, squares = pair.unbind()
+        off = (tags - self._ranks * tag).abs() + (squares - self._ranks * tag * tag).abs()
+        self._strayed = torch.maximum(self._strayed, off.to(self._strayed))
         if self._device.type == "cpu":
             self._check_in_step()
-        return mean
+        return mean if value is None else mean.to(value.dtype)
 
     def _check_in_step(self) -> None:
         if float(self._strayed) > 0:
@@ -80,35 +109,42 @@ class ParallelBinding(Binding):
                 "solver."
             )
 
-    def agree(self, ok: bool) -> bool:
-        return self.largest(int(not ok))[0] == 0
+    def all_agree(self, ok: bool) -> bool:
+        return self.largest_on_any_rank(int(not ok))[0] == 0
 
-    def largest(self, *numbers: int) -> tuple[int, ...]:
+    def largest_on_any_rank(self, *numbers: int) -> tuple[int, ...]:
         both = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         return tuple(both.tolist())
 
-    def check_same(self, tensors: State, what: str = "") -> None:
+    def check_same_on_all_ranks(self, tensors: State, what: str = "") -> None:
         self._check_in_step()
-        what = what or "have come to different weights. Their optimizers have different options, or state, as it seems"
-        sums = torch.stack([x.detach().double().sum() for x in tensors.values()])
+        what = what or "have come to different weights. Their rates, optimizers' options or state differ, as it seems"
+        names = [n for n in tensors if n not in self.statistics]  # these are each rank's own
+        sums = torch.stack([_fingerprint(tensors[n].detach()) for n in names])
         both = torch.stack([sums, -sums])
-        dist.all_reduce(both, dist.ReduceOp.MAX, self.group)
-        for name, spread in zip(tensors, (both[0] + both[1]).tolist(), strict=True):
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
+        for name, spread in zip(names, (both[0] + both[1]).tolist(), strict=True):
             if spread > 0:
                 raise RuntimeError(f"bilevel.inner: the ranks {what} ({name!r} differs).")
 
     def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
         shared = [i for i, x in enumerate(inputs) if id(x) not in self._local]
         shapes = zlib.crc32(repr([(tuple(inputs[i].shape), inputs[i].dtype) for i in shared]).encode())
-        most, least = self.largest(shapes, -shapes)
+        most, least = self.largest_on_any_rank(shapes, -shapes)
         if most != -least:
             raise ValueError(
                 "bilevel.inner: the ranks ask for the gradients of different outer variables (their shapes or types "
                 "differ). Name the same ones on every rank; what belongs to one rank alone goes into local=."
             )
-        sums = iter(_sum(self.group, [parts[i] for i in shared], [inputs[i] for i in shared]) if shared else ())
+        sums = iter(_sum(self._group, [parts[i] for i in shared], [inputs[i] for i in shared]) if shared else ())
         return [part if id(x) in self._local else next(sums) for x, part in zip(inputs, parts, strict=True)]
+
+
+def _fingerprint(x: Tensor) -> Tensor:
+    """A number that another order of the same entries does not have."""
+    flat = x.flatten().double()
+    return flat @ torch.cos(torch.arange(1.0, len(flat) + 1, dtype=torch.float64, device=x.device))
 
 
 def _sum(group: Any, xs: Sequence[Tensor | None], like: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
@@ -144,10 +180,12 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, *a: Tensor | None) -> Any:
-        return None, None, *_Own.apply(ctx.group, *a)  # pyright: ignore
+        return None, None, *_Local.apply(ctx.group, *a)  # pyright: ignore
 
 
-class _Own(Function):
+class _Local(Function):
+    """What all ranks hold, as this rank's losses see it; backwards, the sum over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, group: Any, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.group, ctx.like = group, [x if x is None else _Like(x) for x in xs]

@@ -27,23 +27,29 @@ _VANISHING = power(1.0)  # 1/k
 
 
 def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
-    """The rate at step k, or an error that names it."""
+    """The rate at step k, or an error that names it: "bilevel.GD: t", say."""
     value = rate(k) if callable(rate) else rate
     if isinstance(value, Tensor):
         if value.numel() != 1:
+            short = name.rpartition(" ")[2]
             raise ValueError(
-                f"bilevel.inner: the rate {name} must be a scalar, got a tensor of shape "
-                f"{tuple(value.shape)}. For one rate a step give a function: lambda k: {name}[k - 1]."
+                f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}. For one rate a step give a "
+                f"function: lambda k: {short}[k - 1]."
             )
         value = value.reshape(())
         if value.device.type != "cpu":  # reading it would make the host wait for the device
             return value
         number = float(value.detach())
-    else:
+    elif isinstance(value, (int, float)):
         number = float(value)
+    else:
+        raise TypeError(
+            f"{name} must be a number, a scalar tensor or a function of k that returns one, got {value!r} "
+            f"({type(value).__name__})."
+        )
     if not (0 <= number <= most and math.isfinite(number)):
         span = "at least 0" if most == math.inf else f"between 0 and {most:g}"
-        raise ValueError(f"bilevel.inner: the rate {name} must be finite and {span}, got {number} at k = {k}.")
+        raise ValueError(f"{name} must be finite and {span}, got {number} at k = {k}.")
     return value
 
 
@@ -68,7 +74,7 @@ class GD(StepRule):
         _check(self)
 
     def weights(self, k: int) -> tuple[Value, Value]:
-        return evaluate("t", self.t, k), 0.0
+        return evaluate("bilevel.GD: t", self.t, k), 0.0
 
 
 @dataclass(frozen=True)
@@ -85,15 +91,15 @@ class BiGSAM(StepRule):
 
     def __post_init__(self) -> None:
         if self.every < 1:
-            raise ValueError(f"bilevel.inner: every must be at least 1, got {self.every}.")
+            raise ValueError(f"bilevel.BiGSAM: every must be at least 1, got {self.every}.")
         _check(self)
 
     def weights(self, k: int) -> tuple[Value, Value]:
-        t = evaluate("t", self.t, k)
+        t = evaluate("bilevel.BiGSAM: t", self.t, k)
         if k % self.every:
             return t, 0.0
-        alpha = evaluate("alpha", self.alpha, k, most=1)
-        s = t if self.s is None else evaluate("s", self.s, k)
+        alpha = evaluate("bilevel.BiGSAM: alpha", self.alpha, k, most=1)
+        s = t if self.s is None else evaluate("bilevel.BiGSAM: s", self.s, k)
         return t * alpha, s * (1 - alpha)
 
     def lacks(self, need: str) -> str | None:
@@ -117,9 +123,9 @@ class BDA(StepRule):
         _check(self)
 
     def weights(self, k: int) -> tuple[Value, Value]:
-        t = evaluate("t", self.t, k)
-        alpha = evaluate("alpha", self.alpha, k, most=1)
-        s = t if self.s is None else evaluate("s", self.s, k)
+        t = evaluate("bilevel.BDA: t", self.t, k)
+        alpha = evaluate("bilevel.BDA: alpha", self.alpha, k, most=1)
+        s = t if self.s is None else evaluate("bilevel.BDA: s", self.s, k)
         return t * (1 - alpha), s * alpha
 
 
@@ -134,22 +140,25 @@ class Penalty(StepRule):
         _check(self)
 
     def weights(self, k: int) -> tuple[Value, Value]:
-        t = evaluate("t", self.t, k)
-        return t, t * evaluate("c", self.c, k)
+        t = evaluate("bilevel.Penalty: t", self.t, k)
+        return t, t * evaluate("bilevel.Penalty: c", self.c, k)
 
 
 SOLVERS: dict[str, Callable[[Rate], StepRule]] = {"gd": GD, "bigsam": BiGSAM, "bda": BDA, "penalty": Penalty}
 
 
-def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> StepRule:
-    """The solver that `inner` was asked for; `lr` sets the rates of a named one."""
+def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tuple[StepRule, Rate | None]:
+    """The solver that `inner` was asked for, and the rate of plain steps; None where solver or optimizer have it.
+
+    A solver by name has rates 1: the rate is the update's, as in the loop that it stands for.
+    """
     if isinstance(solver, StepRule):
         if lr is not None:
             raise ValueError(
                 f"bilevel.inner: lr={lr} and a solver object were both given. Set the rates in the object: "
                 f"{type(solver).__name__}(t={lr}), or give the solver by name."
             )
-        return solver
+        return solver, None
     if solver not in SOLVERS:
         known = ", ".join(map(repr, SOLVERS))
         raise ValueError(f"bilevel.inner: unknown solver {solver!r}. Known: {known}, or a StepRule object.")
@@ -159,8 +168,10 @@ def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> Ste
                 f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its "
                 "own. Leave lr out, or leave the optimizer out."
             )
-        return SOLVERS[solver](1.0)
-    return SOLVERS[solver](1e-3 if lr is None else lr)  # torch.optim.SGD's default, and the paper's rate
+        return SOLVERS[solver](1.0), None
+    rate = 1e-3 if lr is None else lr  # torch.optim.SGD's default, and the paper's rate
+    evaluate("bilevel.inner: lr", rate, 1)
+    return SOLVERS[solver](1.0), rate
 
 
 def _check(rule: StepRule) -> None:

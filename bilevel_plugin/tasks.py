@@ -13,37 +13,50 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .binding import Binding, State, tensors_of
+from .binding import Binding, Inside
+from .graph import State, tensors_of
 
 
 class TaskBinding(Binding):
     """`Binding` with weights, buffers and batches for N tasks, and losses summed over them."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, tasks: int) -> None:
-        if tasks < 1:
-            raise ValueError(f"bilevel.inner: tasks must be at least 1, got {tasks}.")
-        super().__init__(model, optimizer)
+        if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 1:  # pyright: ignore
+            raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {tasks!r}.")
+        super().__init__(model, optimizer, own_parameters=False)
         self.tasks = tasks
-        self.buffers = {n: self.each(b).clone() for n, b in self.buffers.items()}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.RNNBase):
+                raise TypeError(
+                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__}) has "
+                    "no vmap in PyTorch. Loop over the tasks with a block for each, or write it with nn.LSTMCell."
+                )
+        self.buffers = {n: self.for_every_task(b).clone() for n, b in self.buffers.items()}
 
     @property
     def key(self) -> tuple[object, ...]:
         return *super().key, self.tasks
 
-    def each(self, x: Tensor) -> Tensor:
-        return x.expand(self.tasks, *x.shape)
+    def for_every_task(self, x: Tensor) -> Tensor:
+        return x.expand(self.tasks or 1, *x.shape)
 
-    def call(
-        self, function: Callable[..., Any], w: State, buffers: State, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, State]:
-        one_task = super().call
+    def each_task(self, function: Callable[[State], State], d: State) -> State:
+        return torch.func.vmap(function)(d)
+
+    def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (args, kwargs))
+
+        def one_task(tensors: State, rest: Any) -> Any:
+            with self.swapped(tensors) as mine:
+                out = function(self.model, *rest[0], **rest[1])
+                return out, mine.buffers()
+
         # the buffers come back as results: a call may have replaced them, not only changed them in place
-        return torch.func.vmap(  # pyright: ignore[reportUnknownVariableType]
-            lambda w, buffers, rest: one_task(function, w, buffers, *rest),  # pyright: ignore
-            in_dims=(0, 0, split),
-            randomness="different",
-        )(w, buffers, (args, kwargs))
+        tensors = {**inside.swapped, **inside.buffers()}
+        out, buffers = torch.func.vmap(one_task, in_dims=(0, split), randomness="different")(tensors, (args, kwargs))
+        for holder, name, n in self._buffer_places:
+            holder[name] = buffers[n]
+        return out
 
     def total(self, value: Tensor) -> Tensor:
         return value.sum()

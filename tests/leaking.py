@@ -92,7 +92,7 @@ def block(engine: Any, fault: str = "none") -> Trace:
         raise Fault("in the middle of a backward pass")
 
     try:
-        with bilevel.inner(model, loss("h"), loss("g"), solver=_solver(engine), hypergrad=engine) as loop:
+        with bilevel.inner(model, loss("h"), loss("g"), solver=_solver(engine), engine=engine) as loop:
             for k in range(STEPS):
                 loop.step(encoded, *([x] if fault == "arguments" else []), outer=x)
                 if fault == "body" and k == STEPS // 2:

@@ -47,7 +47,7 @@ def solve(make, share, group=None, engine="reverse", solver="gd", optimizer=None
         rules = {"gd": bilevel.GD(rate), "bigsam": bilevel.BiGSAM(rate), "penalty": bilevel.Penalty(rate, 0.5)}
         options |= {"solver": rules[solver]}
     inputs = [lam, mu, rate, *(model.parameters() if wrt_start else ())]
-    with bilevel.inner(model, h, g, hypergrad=engine, **options) as loop:
+    with bilevel.inner(model, h, g, engine=engine, **options) as loop:
         loop.run(steps, x, y, outer=(x_val, y_val))
         grads = loop.hypergrad(inputs)
         own = loop.hypergrad(mu, loss=(loop(x_val) ** 2).mean())
@@ -187,7 +187,7 @@ def traffic(group, engine):
 
     def volume(steps):
         counted.clear()
-        with bilevel.inner(model, loss, loss, solver="gd", lr=0.1, group=group, hypergrad=engine) as loop:
+        with bilevel.inner(model, loss, loss, solver="gd", lr=0.1, group=group, engine=engine) as loop:
             loop.run(steps, x, y, outer=(x_val, y_val))
             loop.hypergrad(c)
         return sum(counted)
@@ -214,7 +214,7 @@ def ddp(rank, size):
     head = zeroed(nn.Linear(4, 2).double())
     f, f_val = wrapped(torch.cat([part[tasks] for part in batches], 1)).split(2, 1)
     n = len(f)
-    with bilevel.inner(head, loss, loss, lr=0.4, tasks=n, hypergrad="unroll") as loop:
+    with bilevel.inner(head, loss, loss, lr=0.4, tasks=n, engine="unroll") as loop:
         loop.run(3, f, labels[0][tasks], outer=(f_val, labels[1][tasks]))
         loop.backward()
     return [p.grad / n for p in wrapped.parameters()]

@@ -40,7 +40,7 @@ def problem(*layers, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", [{"lr": 0.1}, {"solver": "gd", "lr": 0.2, "hypergrad": "forward"}], ids=str)
+@pytest.mark.parametrize("options", [{"lr": 0.1}, {"solver": "gd", "lr": 0.2, "engine": "forward"}], ids=str)
 def test_what_is_right(options, dtype):
     model, h, g, lam, x, y = problem(nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.2), dtype=dtype)
     before, held, random = snapshot(model), lam.detach().clone(), torch.get_rng_state()

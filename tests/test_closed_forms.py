@@ -12,7 +12,7 @@ PLANNED = bilevel.Reverse(memory="1GiB")
 @pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", "cg", "neumann", bilevel.Reverse("sqrt"), PLANNED])
 def test_ridge_reaches_its_closed_form(engine):
     ridge = Ridge.random()
-    got = hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=300, solver="gd", lr=0.5, hypergrad=engine)
+    got = hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=300, solver="gd", lr=0.5, engine=engine)
     assert relative(got, ridge.hypergradient()) < 1e-5
 
 
@@ -63,7 +63,7 @@ def test_bda_is_bigsam_with_the_roles_of_alpha_swapped():
 
 
 def end(line: Line, solver, steps: int = 4000):
-    with bilevel.inner(line.model(), line.h, line.g, solver=solver, hypergrad=bilevel.Reverse(truncate=1)) as loop:
+    with bilevel.inner(line.model(), line.h, line.g, solver=solver, engine=bilevel.Reverse(truncate=1)) as loop:
         loop.run(steps)
         return loop.weights["w"].detach(), float(loop.value)
 
@@ -94,7 +94,7 @@ def test_the_convergent_schedule_differentiates_equation_3():
     """w(λ) = c + (λ − c₁ − c₂)/2, g = (λ − c₁ − c₂)²/4, so dg/dλ = (λ − c₁ − c₂)/2."""
     line = Line()
     solver = bilevel.BiGSAM(0.4, 0.9, bilevel.convergent(p=1.0))
-    got = hypergrad(line.model(), line.h, line.g, line.lam, steps=2000, solver=solver, hypergrad="forward")
+    got = hypergrad(line.model(), line.h, line.g, line.lam, steps=2000, solver=solver, engine="forward")
     assert float(got) == pytest.approx(float((line.lam.detach() - line.c.sum()) / 2), abs=2e-3)
 
 
@@ -120,7 +120,7 @@ def test_cg_on_a_multiple_of_the_identity():
         steps=60,
         solver="gd",
         lr=0.4,
-        hypergrad="cg",
+        engine="cg",
     )
     torch.testing.assert_close(got, lam.detach() / 4)
 
@@ -141,7 +141,7 @@ def test_one_variable_problem_needs_no_outer_variable():
 
 def test_truncation_is_exact_when_it_covers_the_loop_and_biased_otherwise():
     ridge = Ridge.random()
-    run = lambda m: hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=12, solver="gd", lr=0.5, hypergrad=m)
+    run = lambda m: hypergrad(ridge.model(), ridge.h, ridge.g, ridge.lam, steps=12, solver="gd", lr=0.5, engine=m)
     exact = run("unroll")
     assert relative(run(bilevel.Reverse(truncate=12)), exact) < 1e-12
     errors = [relative(run(bilevel.Reverse(truncate=m)), exact) for m in (1, 3, 6, 9)]

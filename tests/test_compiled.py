@@ -30,7 +30,7 @@ def test_the_same_numbers_and_compiled_once(monkeypatch):
     both = lambda m, x, s, y: h(m, x + s, y)
 
     def second(engine):
-        with bilevel.inner(model, both, g, lr=0.3, hypergrad=engine) as loop:
+        with bilevel.inner(model, both, g, lr=0.3, engine=engine) as loop:
             loop.run(4, x, moved, y, outer=(x, y))
             return loop.hypergrad([lam, shift], retain_graph=True)
 
@@ -55,7 +55,7 @@ def test_tasks():
     h, g = weighted(lam)
 
     def run(engine):
-        with bilevel.inner(model, h, g, solver="gd", lr=0.3, hypergrad=engine, tasks=3) as loop:
+        with bilevel.inner(model, h, g, solver="gd", lr=0.3, engine=engine, tasks=3) as loop:
             loop.run(3, x, y, outer=(x, y))
             return loop.hypergrad(lam)
 
@@ -65,7 +65,7 @@ def test_tasks():
 def fallback(why, h, g, lam, x, y, model, **options):
     def run(engine):
         torch.manual_seed(1)
-        with bilevel.inner(model, h, g, hypergrad=engine, **options) as loop:
+        with bilevel.inner(model, h, g, engine=engine, **options) as loop:
             loop.run(3, x, y, outer=(x, y))
             return loop.hypergrad(lam)
 
@@ -91,7 +91,7 @@ def test_a_changed_number_is_noticed():
     model, h, g, lam, x, y = problem()
     scale = [1.0]
     with bilevel.inner(
-        model, lambda m, x, y: scale[0] * h(m, x, y), g, solver="gd", lr=0.3, hypergrad=bilevel.Reverse(compile=True)
+        model, lambda m, x, y: scale[0] * h(m, x, y), g, solver="gd", lr=0.3, engine=bilevel.Reverse(compile=True)
     ) as loop:
         loop.run(3, x, y, outer=(x, y))
         scale[0] = 2.0

@@ -29,7 +29,7 @@ def test_every_engine_differentiates_every_solver(solver, engine):
     steps = 400 if issubclass(ENGINES[engine], IMPLICIT) else 5
     results = []
     for how in (engine, "unroll"):
-        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=rule(solver, ridge), hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=rule(solver, ridge), engine=how) as loop:
             loop.run(steps)
             results.append(loop.hypergrad(ridge.lam))
             ridge.lam.grad = None
@@ -44,7 +44,7 @@ def test_every_engine_takes_the_same_steps(engine):
     weights = []
     for how in (engine, "unroll"):
         solver = bilevel.BiGSAM(0.2, alpha=0.5)
-        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=solver, hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=solver, engine=how) as loop:
             loop.run(7)
             weights.append(loop.weights["w"].detach())
     assert torch.equal(*weights)
@@ -59,7 +59,7 @@ def test_every_engine_passes_gradients_to_tensors_of_the_batch(engine):
     for how in (engine, "unroll"):
         raw.grad = None
         scale = raw.exp()
-        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.2, hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.2, engine=how) as loop:
             loop.run(400, scale)
             grads.append(loop.hypergrad(raw, retain_graph=True))
             loop.backward()
@@ -73,11 +73,11 @@ def test_forward_follows_a_non_leaf_that_is_named():
     h = lambda m: (ridge.X @ m.w - ridge.y).square().sum() / 2 + decay * m.w.square().sum() / 2
     grads = []
     for how in (bilevel.Forward(wrt=[decay]), "reverse"):
-        with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, engine=how) as loop:
             loop.run(5)
             grads.append(loop.hypergrad(decay))
     assert relative(*grads) < 1e-12
-    with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, hypergrad="forward") as loop:
+    with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, engine="forward") as loop:
         loop.run(5)
         assert relative(loop.hypergrad(ridge.lam), grads[1] * decay.detach()) < 1e-12  # by name: the leaves
         with pytest.raises(ValueError, match=r"did not follow the input of shape \(\)"):
@@ -90,7 +90,7 @@ def test_checkpoints_do_not_change_the_gradient(steps, checkpoint):
     ridge = Ridge.random()
     grads = []
     for how in ("unroll", bilevel.Reverse(checkpoint)):
-        with bilevel.inner(ridge.model(), ridge.h, ridge.g, lr=0.2, hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), ridge.h, ridge.g, lr=0.2, engine=how) as loop:
             loop.run(steps)
             grads.append(torch.stack([loop.hypergrad(ridge.lam), loop.hypergrad(ridge.lam, outer=())]))
     assert relative(*grads) < 1e-12
@@ -109,7 +109,7 @@ def held(engine, steps):
     h = lambda m: (m["w"][:3] - ridge.lam).square().sum() + m["w"].square().sum()
     gc.collect()
     before = alive(1009)
-    with bilevel.inner(model, h, h, solver="gd", lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, h, solver="gd", lr=0.1, engine=engine) as loop:
         loop.run(steps)
         gc.collect()
         return len(loop._tape._saved) if hasattr(loop._tape, "_saved") else alive(1009) - before
@@ -131,7 +131,7 @@ def test_stored_iterates_take_their_own_size(checkpoint):
     """Rows of a few buffers, used again when an iterate is dropped: at most 1.25 times the bytes of the iterates."""
     model = nn.ParameterDict({"w": torch.zeros(100_003)})
     h = lambda m: m["w"].square().sum()
-    with bilevel.inner(model, h, h, solver="gd", lr=0.1, hypergrad=bilevel.Reverse(checkpoint)) as loop:
+    with bilevel.inner(model, h, h, solver="gd", lr=0.1, engine=bilevel.Reverse(checkpoint)) as loop:
         loop.run(100)
         store, saved = loop._tape._store, loop._tape._saved
         assert store._count == len(saved) + sum(map(len, store._free.values()))
@@ -163,7 +163,7 @@ def test_sqrt_runs_each_step_at_most_once_more():
     h = lambda m: calls.append(1) or ridge.h(m)
     for how, most in (("reverse", 2), (bilevel.Reverse("sqrt"), 3), (bilevel.Reverse(5), 3), ("unroll", 1)):
         calls.clear()
-        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1, hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1, engine=how) as loop:
             loop.run(50)
             loop.hypergrad(ridge.lam)
         assert len(calls) <= most * 50
@@ -179,7 +179,7 @@ def test_nothing_is_held_after_the_block():
         before = alive(1013)
         loops = []
         for engine in ENGINES:
-            with bilevel.inner(model, h, h, solver="gd", lr=0.1, hypergrad=engine) as loop:
+            with bilevel.inner(model, h, h, solver="gd", lr=0.1, engine=engine) as loop:
                 loop.run(30)
                 loop.hypergrad(ridge.lam)
             loops.append(loop)  # even while the handle is kept
@@ -199,7 +199,7 @@ def test_a_new_engine_and_a_new_solver_in_a_few_lines():
     ridge = Ridge.random()
     grads = []
     for how in ("reverse", "unroll", "forward"):
-        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=Alternate(), hypergrad=how) as loop:
+        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=Alternate(), engine=how) as loop:
             loop.run(6)
             grads.append(loop.hypergrad(ridge.lam))
     torch.testing.assert_close(grads[0], grads[1])

@@ -87,7 +87,7 @@ def test_a_loss_that_is_not_finite_names_its_step(parts, engine):
         count += 1
         return h(model, x, y) * (math.nan if count == 3 else 1.0)
 
-    with bilevel.inner(model, breaks, g, solver="gd", lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, breaks, g, solver="gd", lr=0.1, engine=engine) as loop:
         loop.run(2, x, y)
         with pytest.raises(FloatingPointError, match=r"h is nan at step k = 3: a smaller rate may help"):
             loop.step(x, y)
@@ -110,7 +110,7 @@ def test_an_adjoint_that_is_not_finite_names_its_step(engine):
     def h(m, k):
         return (lam * (m.w + 1).square()).sum() if k != 2 else (m.w.sum() + (lam * (m.w - m.w.detach())).pow(1.5).sum())
 
-    with bilevel.inner(model, h, lambda m: m.w.square().sum(), solver="gd", lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, lambda m: m.w.square().sum(), solver="gd", lr=0.1, engine=engine) as loop:
         for k in range(1, 5):
             loop.step(k)
         with pytest.raises(FloatingPointError, match=r"not finite: it stops being so at step k = 2"):
@@ -124,7 +124,7 @@ def test_inputs_that_no_loss_reaches(parts):
     model, h, g, lam, x, y = parts
     stranger = torch.zeros(3, requires_grad=True)
     for engine in ("reverse", "unroll", "forward"):
-        with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
             loop.run(2, x, y, outer=(x, y))
             with pytest.raises(
                 ValueError, match=r"neither loss depends on input 1 \(shape \(3,\)\).*allow_unused=True"
@@ -164,7 +164,7 @@ def test_changed_in_place(parts, what, checkpoint):
     model, h, g, lam, x, y = parts
     xv = x.clone()
     solver = bilevel.BiGSAM(0.1, alpha=0.5)
-    with bilevel.inner(model, h, g, solver=solver, hypergrad=bilevel.Reverse(checkpoint)) as loop:
+    with bilevel.inner(model, h, g, solver=solver, engine=bilevel.Reverse(checkpoint)) as loop:
         loop.run(3, x, y, outer=(xv, y))
         tensor = {"batch": x, "outer batch": xv, "outer variable": lam}[what]
         message = {"batch": "a tensor in the batch of h", "outer batch": "a tensor in the batch of g"}.get(what, what)
@@ -181,7 +181,7 @@ def test_changed_in_place(parts, what, checkpoint):
 def test_weights_changed_by_hand(parts, at, data, engine):
     """A projection, say: w_k is no longer what step k gave, and its derivative is not known."""
     model, h, g, lam, x, y = parts
-    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
         if at:
             loop.run(at, x, y, outer=(x, y))
         weight = loop.weights["0.weight"]
@@ -219,7 +219,7 @@ def test_changes_that_no_version_tells(parts):
                     features.mul_(2)
             with pytest.raises(RuntimeError, match=r"step k = \d, run again for the hypergradient, ended elsewhere"):
                 loop.hypergrad(lam)
-    with bilevel.inner(model, losses["random"], g, solver="gd", lr=0.1, hypergrad="unroll") as loop:
+    with bilevel.inner(model, losses["random"], g, solver="gd", lr=0.1, engine="unroll") as loop:
         loop.run(3, x, y, outer=(x, y))
         loop.hypergrad(lam)  # nothing is run again
 
@@ -230,9 +230,9 @@ def test_changes_that_no_version_tells(parts):
 def test_unknown_names(parts):
     model, h, g, _, _, _ = parts
     with pytest.raises(
-        ValueError, match=r"unknown hypergrad engine 'ift'. Known: 'reverse', 'unroll', 'forward', 'cg'"
+        ValueError, match=r"unknown engine 'ift'. Known: 'reverse', 'unroll', 'forward', 'cg'"
     ):
-        bilevel.inner(model, h, g, hypergrad="ift")
+        bilevel.inner(model, h, g, engine="ift")
     with pytest.raises(ValueError, match=r"checkpoint must be 'sqrt' or at least 1"):
         bilevel.Reverse(checkpoint="root")  # pyright: ignore
     with pytest.raises(ValueError, match=r"checkpoint must be 'sqrt' or at least 1"):
@@ -246,22 +246,22 @@ def test_unknown_names(parts):
 def test_implicit_engines_refuse_what_has_no_fixed_point(parts):
     model, h, g, _, _, _ = parts
     with pytest.raises(ValueError, match=r"CG needs a fixed point of the step, and every=3 alternates"):
-        bilevel.inner(model, h, g, solver=bilevel.BiGSAM(0.1, alpha=0.5, every=3), hypergrad="cg")
+        bilevel.inner(model, h, g, solver=bilevel.BiGSAM(0.1, alpha=0.5, every=3), engine="cg")
     adam = torch.optim.Adam(model.parameters())
     with pytest.raises(ValueError, match=r"Neumann needs a fixed point of the step, and Adam divides by a root"):
-        bilevel.inner(model, h, g, optimizer=adam, hypergrad="neumann")
+        bilevel.inner(model, h, g, optimizer=adam, engine="neumann")
     momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
     with pytest.raises(ValueError, match=r"CG needs a symmetry of the step, and with momentum.*'neumann' takes it"):
-        bilevel.inner(model, h, g, optimizer=momentum, hypergrad="cg")
+        bilevel.inner(model, h, g, optimizer=momentum, engine="cg")
     groups = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}], lr=0.2)
     with pytest.raises(ValueError, match=r"with a rate for each group"):
-        bilevel.inner(model, h, g, optimizer=groups, hypergrad="cg")
+        bilevel.inner(model, h, g, optimizer=groups, engine="cg")
 
 
 def test_implicit_engines_refuse_a_loop_that_has_not_settled():
     ridge = Ridge.random()
     for engine in ("cg", "neumann"):
-        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.2, hypergrad=engine) as loop:
+        with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.2, engine=engine) as loop:
             loop.run(2)
             with pytest.raises(RuntimeError, match=r"has not come to it: g = .* would still change by about"):
                 loop.hypergrad(ridge.lam)
@@ -272,17 +272,17 @@ def test_implicit_engines_refuse_a_loop_that_has_not_settled():
 def test_implicit_engines_say_when_they_fail():
     line = Ridge.random()
     flat = lambda m: (m.w.sum() - line.lam).square()  # a line of minimisers: no derivative of w(λ)
-    with bilevel.inner(line.model(), flat, line.g, solver="gd", lr=0.1, hypergrad="cg") as loop:
+    with bilevel.inner(line.model(), flat, line.g, solver="gd", lr=0.1, engine="cg") as loop:
         loop.run(100)
         with pytest.raises(RuntimeError, match=r"CG met a direction of curvature"):
             loop.hypergrad(line.lam)
     ridge = Ridge.random()
-    with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.1, hypergrad=bilevel.Neumann(3)) as loop:
+    with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.1, engine=bilevel.Neumann(3)) as loop:
         loop.run(300)
         with pytest.raises(RuntimeError, match=r"Neumann has a relative residual of .* after 3 iterations"):
             loop.hypergrad(ridge.lam)
     bent = lambda m: (m.w.square() * ridge.lam).sum() / 2
-    with bilevel.inner(ridge.model(), bent, ridge.g, solver="gd", lr=10.0, hypergrad="neumann") as loop:
+    with bilevel.inner(ridge.model(), bent, ridge.g, solver="gd", lr=10.0, engine="neumann") as loop:
         with torch.no_grad():
             ridge.lam.fill_(1.0)
         loop.run(2)  # from 0, where it stays, at a rate that does not contract
@@ -294,10 +294,10 @@ def test_forward_refuses_many_directions_and_what_it_did_not_follow(parts):
     model, h, g, lam, x, y = parts
     many = torch.zeros(300, requires_grad=True)
     wide = lambda m, x, y: h(m, x, y) * many.exp().mean()
-    with bilevel.inner(model, wide, g, lr=0.1, hypergrad="forward") as loop:
+    with bilevel.inner(model, wide, g, lr=0.1, engine="forward") as loop:
         with pytest.raises(ValueError, match=r"would follow 30\d outer directions.*Forward\(wrt="):
             loop.step(x, y, outer=(x, y))
-    with bilevel.inner(model, wide, g, lr=0.1, hypergrad=bilevel.Forward(wrt=[lam])) as loop:
+    with bilevel.inner(model, wide, g, lr=0.1, engine=bilevel.Forward(wrt=[lam])) as loop:
         loop.run(3, x, y, outer=(x, y))
         followed = loop.hypergrad(lam)
         with pytest.raises(ValueError, match=r"did not follow the input of shape .300,."):
@@ -396,7 +396,7 @@ def test_once_differentiable_functions_are_refused(parts, engine):
     """autograd.grad takes them for constants, so that an unrolled gradient is wrong without a word."""
     _, h, g, lam, x, y = parts
     model = nn.Sequential(nn.Linear(3, 4), OnceModule(), nn.Linear(4, 2))
-    with bilevel.inner(model, h, g, solver=bilevel.GD(0.1), hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, solver=bilevel.GD(0.1), engine=engine) as loop:
         with pytest.raises(RuntimeError, match=r"once_differentiable: no second derivative"):
             loop.run(2, x, y, outer=(x, y))
             loop.hypergrad(lam)

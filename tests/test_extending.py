@@ -50,7 +50,7 @@ def test_the_engine_gets_back_to_the_initial_weights():
     model = ridge.model()
     grads = []
     for how in ("again", "unroll"):
-        with bilevel.inner(model, ridge.h, ridge.g, lr=0.2, hypergrad=how) as loop:
+        with bilevel.inner(model, ridge.h, ridge.g, lr=0.2, engine=how) as loop:
             loop.run(4)
             grads.append(loop.hypergrad(model)["w"])
     assert relative(*grads) < 1e-12

@@ -42,7 +42,7 @@ def same(model, before):
 def test_the_model_is_left_bit_identical(engine):
     model, h, g, lam, x, y = setup()
     before = snapshot(model)
-    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
         loop.run(5, x, y, outer=(x, y))
         assert same(model, before)
         loop(x)
@@ -89,7 +89,7 @@ def test_commit_writes_weights_and_buffers():
 def test_the_hypergradient_after_commit_is_that_before(engine):
     model, h, g, lam, x, y = setup()
     model.eval()
-    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
         loop.run(3, x, y, outer=(x, y))
         before = loop.hypergrad(lam)
         loop.commit_()
@@ -152,7 +152,7 @@ def test_structures_of_inputs():
 @pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt"), PLANNED])
 def test_results_are_plain_tensors(engine):
     model, h, g, lam, x, y = setup()
-    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
         loop.run(3, x, y, outer=(x, y))
         results = [loop.hypergrad(lam), *loop.hypergrad(model).values(), loop.value, *loop.step(x, y)]
         assert not any(r.requires_grad for r in results)
@@ -164,7 +164,7 @@ def test_results_are_plain_tensors(engine):
 def test_an_input_under_two_names_counts_once(engine):
     ridge = Ridge.random()
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    with bilevel.inner(ridge.model(), lambda m, s: s * ridge.h(m), ridge.g, lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(ridge.model(), lambda m, s: s * ridge.h(m), ridge.g, lr=0.1, engine=engine) as loop:
         loop.run(3, scale)
         one, other = loop.hypergrad(ridge.lam), loop.hypergrad(scale)
         again = loop.hypergrad([ridge.lam, scale, ridge.lam, scale])
@@ -221,7 +221,7 @@ def test_a_non_leaf_goes_on_to_the_encoder_once():
         closed_over = loop.hypergrad(list(encoder.parameters()))
         at_features = loop.hypergrad(features)
     direct = torch.autograd.grad(features, list(encoder.parameters()), at_features, retain_graph=True)
-    with bilevel.inner(head, closed, closed, lr=0.2, hypergrad="unroll") as loop:
+    with bilevel.inner(head, closed, closed, lr=0.2, engine="unroll") as loop:
         loop.run(5)
         oracle = loop.hypergrad(list(encoder.parameters()))
     for a, b, c, d in zip(in_batch, closed_over, direct, oracle, strict=True):
@@ -235,7 +235,7 @@ def test_a_tensor_both_in_the_batch_and_closed_over_counts_twice():
     h = lambda m, l: ridge.h(m) * l.exp()  # noqa: E741
     results = []
     for engine in ("reverse", "unroll", "forward"):
-        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(ridge.model(), h, ridge.g, solver="gd", lr=0.1, engine=engine) as loop:
             loop.run(4, lam)
             results.append(loop.hypergrad(lam))
             lam.grad = None
@@ -259,7 +259,7 @@ def test_the_initial_weights_as_outer_variable():
         torch.testing.assert_close(p.grad, grads[n])
     for engine in (bilevel.Reverse(truncate=2), "forward", "neumann"):
         solver = bilevel.BiGSAM(0.1, alpha=0.5)
-        with bilevel.inner(model, h, g, solver=solver, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, g, solver=solver, engine=engine) as loop:
             loop.run(3, x, y, outer=(x, y))
             with pytest.raises(ValueError, match="does not go back to the initial weights"):
                 loop.hypergrad(model)
@@ -271,7 +271,7 @@ def test_another_outer_loss_and_another_batch():
     x2, y2 = torch.randn(4, 3, dtype=torch.float64), torch.randint(2, (4,))
     results = []
     for engine in ("reverse", "unroll"):
-        with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
             loop.run(3, x, y, outer=(x, y))
             by_batch = loop.hypergrad(lam, outer=(x2, y2))
             by_loss = loop.hypergrad(lam, loss=F.cross_entropy(loop(x2), y2))
@@ -293,7 +293,7 @@ def test_a_loss_of_earlier_weights_is_refused_where_it_would_be_wrong():
         loop.run(2, x, y)
         with pytest.raises(ValueError, match="computed from weights of an earlier step"):
             loop.hypergrad(lam, loss=early + F.cross_entropy(loop(x), y))
-    with bilevel.inner(model, h, g, lr=0.1, hypergrad="unroll") as loop:
+    with bilevel.inner(model, h, g, lr=0.1, engine="unroll") as loop:
         loop.run(2, x, y, outer=(x, y))
         early = F.cross_entropy(loop(x), y)
         loop.run(2, x, y)
@@ -303,7 +303,7 @@ def test_a_loss_of_earlier_weights_is_refused_where_it_would_be_wrong():
 
 def test_unroll_is_differentiable_again():
     ridge = Ridge.random()
-    with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.3, hypergrad="unroll") as loop:
+    with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.3, engine="unroll") as loop:
         loop.run(4)
         grad = loop.hypergrad(ridge.lam, create_graph=True)
         (second,) = torch.autograd.grad(grad, ridge.lam)
@@ -319,7 +319,7 @@ def test_unroll_is_differentiable_again():
     assert float(second) == pytest.approx((f[1] - f[0]) / 2e-5, rel=1e-6)
     with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.3) as loop:
         loop.run(4)
-        with pytest.raises(ValueError, match="only hypergrad='unroll' keeps"):
+        with pytest.raises(ValueError, match="only engine='unroll' keeps"):
             loop.hypergrad(ridge.lam, create_graph=True)
 
 
@@ -331,7 +331,7 @@ def test_hypergrad_before_any_step_is_the_direct_gradient():
     expected = 4 * g(model, x, y).detach()
     for engine in ("reverse", "unroll", "forward", bilevel.CG()):
         solver = bilevel.GD(0.1)
-        with bilevel.inner(model, h, scaled, solver=solver, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, scaled, solver=solver, engine=engine) as loop:
             torch.testing.assert_close(loop.hypergrad(scale, outer=(x, y)), expected)
             loop.backward(outer=(x, y))
             torch.testing.assert_close(scale.grad, expected)
@@ -408,7 +408,7 @@ def test_mini_batches_in_a_loop_that_exists():
 
     grads = []
     for engine in ("reverse", "unroll", bilevel.Reverse("sqrt"), PLANNED):
-        with bilevel.inner(model, h, g, lr=0.5, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, g, lr=0.5, engine=engine) as loop:
             for xb, yb, i in loader:
                 loop.step(xb, yb, i, outer=(x, y))
             grads.append(loop.hypergrad(lam))
@@ -425,7 +425,7 @@ def test_batches_of_any_structure():
     batch = {"x": (features,), "y": torch.tensor([0, 1, 0, 1])}
     grads = []
     for engine in ("reverse", "unroll"):
-        with bilevel.inner(model, h, lambda m, b: h(m, b, ""), lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, lambda m, b: h(m, b, ""), lr=0.1, engine=engine) as loop:
             loop.run(3, batch, "twice", outer=batch)  # one object, not a tuple: it is the batch
             grads.append(loop.hypergrad(features))
     torch.testing.assert_close(*grads)
@@ -495,7 +495,7 @@ def test_a_loop_inside_a_loss(engine):
     a = nn.ParameterDict({"a": torch.tensor([0.3], dtype=torch.float64)})
     b = nn.ParameterDict({"b": torch.tensor([0.5], dtype=torch.float64)})
     near = lambda m, a: mu * (m["b"] - a).square().sum()
-    nested = bilevel.inner(b, near, near, solver="gd", lr=0.1, hypergrad="unroll")
+    nested = bilevel.inner(b, near, near, solver="gd", lr=0.1, engine="unroll")
 
     def h(model):
         with nested as loop:
@@ -503,7 +503,7 @@ def test_a_loop_inside_a_loss(engine):
             return (loop.weights["b"] - 2).square().sum() + model["a"].square().sum()
 
     def run():
-        with bilevel.inner(a, h, lambda m: (m["a"] - 1).square().sum(), solver="gd", lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(a, h, lambda m: (m["a"] - 1).square().sum(), solver="gd", lr=0.1, engine=engine) as loop:
             loop.run(4)
             return loop.hypergrad(mu), float(loop.value)
 

@@ -99,7 +99,7 @@ def hypergradient(model, loss, engine, solver="bigsam"):
     rate = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
     h = lambda m, x: (lam.sigmoid() * loss(m, x)).mean()
     g = lambda m, x: (plain(m, x) - 1).square().mean()
-    with bilevel.inner(model, h, g, solver=solver, lr=rate, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, solver=solver, lr=rate, engine=engine) as loop:
         loop.run(4, x, outer=(xv,))
         grads = loop.hypergrad([lam, rate, *model.parameters()], allow_unused=True)
         return grads, loop._watch.lean

@@ -54,7 +54,7 @@ def test_no_step_reads_the_device(engine, optimizer, tasks):
     options = {"solver": bilevel.BiGSAM(t)}
     if optimizer:
         options["optimizer"] = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
-    with OneDevice(), bilevel.inner(model, h, g, hypergrad=engine, tasks=tasks, **options) as loop:
+    with OneDevice(), bilevel.inner(model, h, g, engine=engine, tasks=tasks, **options) as loop:
         loop.run(3, x, y, outer=(x, y))
         grads = loop.hypergrad([lam, t])
         loop.backward()
@@ -81,6 +81,6 @@ def test_no_layer_reads_the_device(layers, engine):
         x = torch.zeros(4, 3, dtype=torch.long) if isinstance(model, Sequence) else torch.zeros(4, 1, 5, 5)
         y = torch.zeros(4, dtype=torch.long)
     h, g = weighted(lam)
-    with OneDevice(), bilevel.inner(model, h, g, hypergrad=engine) as loop:
+    with OneDevice(), bilevel.inner(model, h, g, engine=engine) as loop:
         loop.run(2, x, y, outer=(x, y))
         assert loop.hypergrad(lam).shape == (4,)

@@ -123,9 +123,9 @@ def group(tmp_path):
 
 def test_what_takes_no_group(group):
     with pytest.raises(ValueError, match="a tangent for each outer direction"):
-        refuse(group=group, hypergrad="forward")
+        refuse(group=group, engine="forward")
     with pytest.raises(ValueError, match="leave out compile="):
-        refuse(group=group, hypergrad=bilevel.Reverse(compile=True))
+        refuse(group=group, engine=bilevel.Reverse(compile=True))
     with pytest.raises(ValueError, match="give each rank tasks of its own"):
         refuse(group=group, tasks=2)
     with pytest.raises(ValueError, match="there is no group="):

@@ -38,7 +38,7 @@ def test_higher(rule, engine):
         for _ in range(7):
             differentiable.step(h(fast, x, y))
         theirs = torch.autograd.grad(g(fast, xv, yv), [lam, *model.parameters()])
-    with bilevel.inner(model, h, g, solver="gd", optimizer=optimizer, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, solver="gd", optimizer=optimizer, engine=engine) as loop:
         loop.run(7, x, y, outer=(xv, yv))
         ours = loop.hypergrad([lam, *model.parameters()])
     for a, b in zip(ours, theirs, strict=True):

@@ -72,7 +72,7 @@ def problem(samples: int = 40) -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]
 @functools.cache
 def sizes() -> tuple[int, int]:
     _, _, batch, inner = problem()
-    with inner(hypergrad=bilevel.Reverse(memory="1GiB")) as loop:
+    with inner(engine=bilevel.Reverse(memory="1GiB")) as loop:
         loop.run(2, *batch, outer=batch)
         return loop.plan.graph, loop.plan.state
 
@@ -96,7 +96,7 @@ def test_the_plan_changes_nothing_but_rounding(
 
     def run(engine: bilevel.Reverse) -> list[Tensor]:
         options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.3, momentum=momentum)} if momentum else {}
-        with inner(hypergrad=engine, **options, **({"lr": None} if momentum else {})) as loop:
+        with inner(engine=engine, **options, **({"lr": None} if momentum else {})) as loop:
             grads = list[Tensor]()
             for _ in range(2):  # again after the first sweep, and on from there
                 loop.run(steps, *batch, outer=batch)
@@ -118,7 +118,7 @@ def test_no_step_of_a_truncated_loop_is_lost(last: int) -> None:
 
     def run(engine: bilevel.Reverse) -> list[Tensor]:
         sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-        with inner(hypergrad=engine, lr=None, optimizer=sgd) as loop:
+        with inner(engine=engine, lr=None, optimizer=sgd) as loop:
             loop.run(10, *batch, outer=batch)
             first = loop.hypergrad(lam)
             loop.run(10, *batch)
@@ -136,7 +136,7 @@ def test_memory_is_as_planned(share: float) -> None:
     _, lam, batch, inner = problem(samples=2000)
 
     def run(engine: bilevel.Reverse | str) -> object:
-        with inner(hypergrad=engine) as loop:
+        with inner(engine=engine) as loop:
             loop.run(40, *batch, outer=batch)
             plan = loop.plan
             loop.hypergrad(lam)
@@ -152,14 +152,14 @@ def test_memory_is_as_planned(share: float) -> None:
 
 def test_with_room_for_all_nothing_is_run_again() -> None:
     _, _, batch, inner = problem()
-    with inner(hypergrad=bilevel.Reverse(memory="auto")) as loop:
+    with inner(engine=bilevel.Reverse(memory="auto")) as loop:
         loop.run(5, *batch, outer=batch)
         assert (loop.plan.graphs, loop.plan.states, loop.plan.reruns) == (5, 0, 0)
         assert "5 graphs and 0 states are kept" in str(loop.plan)
-    with inner(hypergrad="reverse") as loop:
+    with inner(engine="reverse") as loop:
         loop.run(5, *batch, outer=batch)
         assert (loop.plan.graphs, loop.plan.states, loop.plan.reruns) == (0, 5, 5)
-    with inner(hypergrad="unroll") as loop:
+    with inner(engine="unroll") as loop:
         assert loop.plan is None
 
 
@@ -176,7 +176,7 @@ def test_sizes_as_people_write_them() -> None:
 
 def test_too_little_memory_is_an_error_that_says_how_much_it_takes() -> None:
     _, _, batch, inner = problem()
-    with pytest.raises(ValueError, match="it takes at least"), inner(hypergrad=bilevel.Reverse(memory="1k")) as loop:
+    with pytest.raises(ValueError, match="it takes at least"), inner(engine=bilevel.Reverse(memory="1k")) as loop:
         loop.step(*batch, outer=batch)
 
 
@@ -184,7 +184,7 @@ def test_offload_is_nothing_on_the_cpu() -> None:
     _, lam, batch, inner = problem()
 
     def run(engine: bilevel.Reverse) -> Tensor:
-        with inner(hypergrad=engine) as loop:
+        with inner(engine=engine) as loop:
             loop.run(7, *batch, outer=batch)
             return loop.hypergrad(lam)
 

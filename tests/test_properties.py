@@ -187,7 +187,7 @@ def test_engines_agree_with_differences_and_with_unroll(engine, data):
 
     def run(how: bilevel.Reverse) -> Tensor:
         torch.manual_seed(case.seed)
-        with bilevel.inner(*case.problem, hypergrad=how, **case.options) as loop:
+        with bilevel.inner(*case.problem, engine=how, **case.options) as loop:
             if case.steps:
                 loop.run(case.steps, *case.batch, outer=case.outer)
             grads = loop.hypergrad(lam, outer=case.outer, allow_unused=True)  # s is not used before its first step
@@ -228,7 +228,7 @@ def test_forward_is_the_adjoint_of_reverse(case):
     dots = []
     for engine in ("forward", "reverse"):
         torch.manual_seed(case.seed)
-        with bilevel.inner(*case.problem, hypergrad=engine, **case.options) as loop:
+        with bilevel.inner(*case.problem, engine=engine, **case.options) as loop:
             loop.run(case.steps, *case.batch, outer=case.outer)
             generator = torch.Generator().manual_seed(1)
             u = [torch.randn(w.shape, generator=generator, dtype=DOUBLE) for w in loop.weights.values()]
@@ -303,7 +303,7 @@ def test_implicit_engines_agree_with_the_closed_form(engine, data):
     assume(rate > 0.02)
     with torch.no_grad():  # start at the solution: what is tested is the derivative, not the way there
         model.w.copy_(ridge.solution(c))
-    got = hypergrad(model, ridge.h, ridge.g, ridge.lam, steps=2, hypergrad=how, **options)
+    got = hypergrad(model, ridge.h, ridge.g, ridge.lam, steps=2, engine=how, **options)
     expected = ridge.hypergradient(c)
     error = abs(float(got - expected)) / max(abs(float(expected)), 1e-6)
     log(engine, error)
@@ -335,14 +335,14 @@ def test_tasks_agree_with_a_loop_over_them(data):
         "momentum": lambda: {"solver": "gd", "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)},
     }[data.draw(st.sampled_from(["none", "adam", "momentum"]))]()
     engine = data.draw(st.sampled_from(["reverse", "unroll"]))
-    with bilevel.inner(model, h, g, tasks=tasks, hypergrad=engine, **options) as loop:
+    with bilevel.inner(model, h, g, tasks=tasks, engine=engine, **options) as loop:
         loop.run(steps, x, y, each, outer=(xv, yv))
         together = loop.hypergrad([lam, xv, each], retain_graph=True)
         start = loop.hypergrad(model, allow_unused=True)
         total, weights = loop.value, loop.weights
     apart, starts, values = [], [], []
     for i in range(tasks):
-        with bilevel.inner(model, h, g, hypergrad=engine, **options) as loop:
+        with bilevel.inner(model, h, g, engine=engine, **options) as loop:
             loop.run(steps, x[i], y[i], each[i], outer=(xv[i], yv[i]))
             apart.append(loop.hypergrad([lam, xv, each], retain_graph=True))
             starts.append(loop.hypergrad(model, allow_unused=True))

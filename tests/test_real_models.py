@@ -134,8 +134,8 @@ ENGINES = ["reverse", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB"), "
 def test_against_differences(name, engine):
     model, h, g, lam, batch, outer = problem(name)
     before = snapshot(model)
-    got = hypergrad(model, h, g, lam, batch, outer, 4, lr=0.2, hypergrad=engine)
-    assert relative(got, hypergrad(model, h, g, lam, batch, outer, 4, lr=0.2, hypergrad="unroll")) < 1e-10
+    got = hypergrad(model, h, g, lam, batch, outer, 4, lr=0.2, engine=engine)
+    assert relative(got, hypergrad(model, h, g, lam, batch, outer, 4, lr=0.2, engine="unroll")) < 1e-10
     v = torch.randn(6, dtype=torch.float64)
     expected = differences(lambda: value(model, h, g, batch, outer, 4, lr=0.2), lam, v)
     assert abs(float((got * v).sum()) - expected) / float(got.norm()) < 1e-7
@@ -180,7 +180,7 @@ def test_hugging_face_model_from_a_config(family):
     g = lambda m, batch: m(**batch).loss
     batch = ({"input_ids": ids, "labels": labels},)
     got = hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1)
-    assert relative(got, hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1, hypergrad="unroll")) < 1e-10
+    assert relative(got, hypergrad(model, h, g, lam, batch, batch, 3, lr=0.1, engine="unroll")) < 1e-10
     # the language models compute their loss and norms in float32, whatever they are given: wider, rougher differences
     eps, tolerance = (2e-4, 1e-7) if family == "bert" else (3e-2, 2e-4)
     expected = differences(lambda: value(model, h, g, batch, batch, 3, lr=0.1), lam, torch.ones_like(lam), eps)
@@ -200,11 +200,11 @@ def test_autocast_around_the_step_or_in_the_loss():
 
     grads = []
     for engine in ("reverse", "unroll"):
-        with bilevel.inner(model, inside(h), inside(g), lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, inside(h), inside(g), lr=0.1, engine=engine) as loop:
             loop.run(4, *batch, outer=outer)
             assert all(w.dtype == torch.float32 for w in loop.weights.values())
             grads.append(loop.hypergrad(lam))
-        with bilevel.inner(model, h, inside(g), lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, inside(g), lr=0.1, engine=engine) as loop:
             with torch.autocast("cpu", torch.bfloat16):
                 loop.run(4, *batch, outer=outer)
             grads.append(loop.hypergrad(lam))
@@ -221,7 +221,7 @@ def test_the_mode_of_the_step_is_that_of_its_replay():
     for engine in ("reverse", "unroll"):
         torch.manual_seed(1)
         model.train()
-        with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
             loop.run(4, *batch, outer=outer)
             model.eval()
             results.append(loop.hypergrad(lam))
@@ -238,7 +238,7 @@ def test_random_numbers_are_drawn_anew_in_each_step_and_alike_in_its_replay():
         return h(model, x, y)
 
     torch.manual_seed(1)
-    with bilevel.inner(model, watched, g, solver="gd", lr=0.1, hypergrad=bilevel.Reverse(checkpoint=2)) as loop:
+    with bilevel.inner(model, watched, g, solver="gd", lr=0.1, engine=bilevel.Reverse(checkpoint=2)) as loop:
         loop.run(4, *batch, outer=outer)
         after = torch.get_rng_state()
         steps = list(drawn)

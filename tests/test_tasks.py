@@ -28,7 +28,7 @@ def test_against_a_loop(engine):
     def h(model, x, y):
         return loss(model, x, y) + decay.exp() * sum(p.square().sum() for p in model.parameters())
 
-    options = {"solver": bilevel.BiGSAM(0.2, alpha=0.5), "hypergrad": engine}
+    options = {"solver": bilevel.BiGSAM(0.2, alpha=0.5), "engine": engine}
     steps = 200 if engine == "neumann" else 4
     with bilevel.inner(model, h, loss, tasks=3, **options) as loop:
         loop.run(steps, x, y, outer=(xv, yv))
@@ -57,7 +57,7 @@ def test_hyper_representation():
     encoder.zero_grad()
     encoded = lambda m, x, y: loss(m, encoder(x), y)
     for i in range(3):
-        with bilevel.inner(head, encoded, encoded, lr=0.3, hypergrad="unroll") as loop:
+        with bilevel.inner(head, encoded, encoded, lr=0.3, engine="unroll") as loop:
             loop.run(5, x[i], y[i], outer=(xv[i], yv[i]))
             loop.backward()
     for a, p in zip(together, encoder.parameters(), strict=True):
@@ -73,7 +73,7 @@ def test_batchnorm_and_dropout_have_statistics_and_masks_of_their_own():
     grads = []
     for engine in ("reverse", "unroll"):
         torch.manual_seed(0)
-        with bilevel.inner(model, lambda *a: lam.exp() * loss(*a), loss, tasks=3, lr=0.1, hypergrad=engine) as loop:
+        with bilevel.inner(model, lambda *a: lam.exp() * loss(*a), loss, tasks=3, lr=0.1, engine=engine) as loop:
             loop.run(4, x, y, outer=(x, y))
             grads.append(loop.hypergrad(lam))
             mean = loop._buffers["1.running_mean"]

@@ -66,7 +66,7 @@ def problem(kind: str, seed: int) -> tuple[nn.Module, Tensor, Tensor, Tensor]:
 
 def solve(model: nn.Module, x: Tensor, y: Tensor, lam: Tensor, engine: Any = "reverse", steps: int = 15) -> Tensor:
     h, g = weighted(lam)
-    with bilevel.inner(model, h, g, lr=0.1, hypergrad=engine) as loop:
+    with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
         loop.run(steps, x, y, outer=(x, y))
         return loop.hypergrad(lam)
 
@@ -99,7 +99,7 @@ def test_two_threads_with_one_model_get_what_one_gets(engine: str) -> None:
     decayed = lambda m, x, y: h(m, x, y) + sum(p.square().sum() for p in m.parameters())
 
     def one(x: Tensor) -> Tensor:
-        with bilevel.inner(model, decayed, g, solver=solver, hypergrad=how) as loop:
+        with bilevel.inner(model, decayed, g, solver=solver, engine=how) as loop:
             loop.run(8, x, y, outer=(x, y))
             return loop.hypergrad(lam)
 
@@ -158,7 +158,7 @@ class Levels:
     def solve_u(self, w: Tensor) -> Tensor:
         """The loop inside the loss: its result has a graph, through w, to λ."""
         h = self.lowest(w)
-        with bilevel.inner(self.u, h, h, solver="gd", lr=0.2, hypergrad="unroll") as loop:
+        with bilevel.inner(self.u, h, h, solver="gd", lr=0.2, engine="unroll") as loop:
             loop.run(3)
             return loop.weights["w"]
 
@@ -198,7 +198,7 @@ class Levels:
 def test_three_levels(engine: Any) -> None:
     levels = Levels()
     before = [levels.u.w.detach().clone(), levels.w.w.detach().clone()]
-    with bilevel.inner(levels.w, levels.h, levels.g, lr=0.2, hypergrad=engine) as loop:
+    with bilevel.inner(levels.w, levels.h, levels.g, lr=0.2, engine=engine) as loop:
         loop.run(3)
         grad = loop.hypergrad(levels.lam)
     assert relative(grad, levels.by_hand()) < 1e-12
@@ -215,7 +215,7 @@ def test_a_loop_inside_a_loss_on_the_same_module() -> None:
     task = lambda m: (m.w - lam).square().sum()
 
     def after_two(m: nn.Module) -> Tensor:
-        with bilevel.inner(m, task, task, solver="gd", lr=0.1, hypergrad="unroll") as loop:
+        with bilevel.inner(m, task, task, solver="gd", lr=0.1, engine="unroll") as loop:
             loop.run(2)
             return (loop.weights["w"] ** 3).sum()
 

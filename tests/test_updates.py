@@ -86,7 +86,7 @@ def test_a_scheduler_between_steps_is_followed_and_replayed():
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 0.5**k)
         optimizer._opt_called = True  # torch warns of a scheduler without optimizer.step(), which is the point here
-        with bilevel.inner(model, weighted, h, solver="gd", optimizer=optimizer, hypergrad=engine) as loop:
+        with bilevel.inner(model, weighted, h, solver="gd", optimizer=optimizer, engine=engine) as loop:
             for _ in range(4):
                 loop.step(x, y, outer=(x, y))
                 scheduler.step()
@@ -109,7 +109,7 @@ def test_the_rate_of_an_optimizer_as_outer_variable(engine, kind):
     options = {"momentum": 0.9} if kind == "SGD" else {"weight_decay": 0.1}
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=lr, **options)
     how = {"solver": "gd", "optimizer": optimizer}
-    got = hypergrad(model, h, h, lr, (x, y), (x, y), 4, hypergrad=engine, **how)
+    got = hypergrad(model, h, h, lr, (x, y), (x, y), 4, engine=engine, **how)
     expected = differences(lambda: value(model, h, h, (x, y), (x, y), 4, **how), lr, torch.ones_like(lr))
     assert float(got) == pytest.approx(expected, rel=1e-6)
 
@@ -124,7 +124,7 @@ def test_adam_where_the_gradient_is_zero(engine, amsgrad):
     optimizer = torch.optim.Adam(model.parameters(), lr=lr, eps=eps, amsgrad=amsgrad)
     got = hypergrad(
         model, lambda m: (lam * m.w).sum(), lambda m: m.w.sum(), lam, steps=1, solver="gd", optimizer=optimizer,
-        hypergrad=engine,
+        engine=engine,
     )  # fmt: skip
     torch.testing.assert_close(got, torch.full((2,), -lr / eps, dtype=torch.float64))
 

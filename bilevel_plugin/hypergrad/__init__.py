@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Engine, Tape
+from .base import End, Engine, Tape
 from .forward import Forward
 from .implicit import CG, Neumann
 from .reverse import Reverse
@@ -17,14 +17,14 @@ ENGINES: dict[str, type[Engine]] = {
 }
 
 
-def resolve(hypergrad: str | Engine) -> Engine:
+def resolve(engine: str | Engine) -> Engine:
     """The engine that `inner` was asked for."""
-    if isinstance(hypergrad, Engine):
-        return hypergrad
-    if hypergrad not in ENGINES:
+    if isinstance(engine, Engine):
+        return engine
+    if engine not in ENGINES:
         known = ", ".join(map(repr, ENGINES))
-        raise ValueError(f"bilevel.inner: unknown hypergrad engine {hypergrad!r}. Known: {known}, or an Engine object.")
-    return ENGINES[hypergrad]()
+        raise ValueError(f"bilevel.inner: unknown engine {engine!r}. Known: {known}, or an Engine object.")
+    return ENGINES[engine]()
 
 
-__all__ = ["CG", "ENGINES", "Engine", "Forward", "Neumann", "Reverse", "Tape", "Unroll", "resolve"]
+__all__ = ["CG", "ENGINES", "End", "Engine", "Forward", "Neumann", "Reverse", "Tape", "Unroll", "resolve"]

@@ -1,17 +1,32 @@
-"""What an engine is, and what it is given: Φ_k as a function, and the outer loss traced at z_K."""
+"""What an engine is, and what it is given: recorded steps, and the outer loss traced at z_K."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from ..binding import State
-from ..step import Gradients, Phi, Traced
+from ..graph import Gradients, State, Traced, as_leaves
+from ..replay import RecordedStep
+from ..step import LossMonitor, Moved, Step
 from .plan import Plan
+
+class End(ABC):
+    """The outer loss at the end of the loop."""
+
+    leaves: Sequence[Tensor] = ()  # the outer variables that it depends on directly; known once it was pulled through
+    is_function: bool = True  # it can be evaluated at another state
+
+    @abstractmethod
+    def traced(self, z: State | None = None) -> AbstractContextManager[Traced]:
+        """The loss with its graph at z (the last state, if None), as long as this lasts."""
+
+    @abstractmethod
+    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
+        """∇_z of the loss; what goes to λ directly is added to the sums, for `inputs`, or for every leaf if None."""
 
 
 class Engine(ABC):
@@ -20,7 +35,17 @@ class Engine(ABC):
     needs: ClassVar[tuple[str, ...]] = ()  # of solver and optimizer: "fixed point", "symmetry"
 
     @property
-    def alone(self) -> str:
+    def keeps_graphs(self) -> bool:
+        """Whether the graph of a step outlives the step: then weights are swapped in (see binding.py)."""
+        return False
+
+    @property
+    def traces_steps(self) -> bool:
+        """Whether it goes over the graph of a whole step, update included, and not only through its gradient."""
+        return False
+
+    @property
+    def refuses_group(self) -> str:
         """Why it takes no group of processes, if it takes none."""
         return ""
 
@@ -32,23 +57,26 @@ class Engine(ABC):
 class Tape(ABC):
     """The record that an engine keeps of one inner loop."""
 
-    again: ClassVar[bool] = True  # a step may be run again: batches are cut (see step.py), what it saw is remembered
-    phi: Callable[..., Phi] = Phi  # what makes a step
-    whole: bool = True  # the adjoint gets back to w_0
+    replays: ClassVar[bool] = True  # it takes recorded steps; else steps as they are, with their whole graph
+    reaches_start: bool = True  # the adjoint gets back to w_0
+
+    def make_step(self, *args: object) -> Step:
+        """The formula of a step."""
+        return Step(*args)  # pyright: ignore[reportArgumentType]
 
     def start(self, z: State) -> State:
         """z_0 from tensors that are attached to the model."""
         return as_leaves({n: x.detach().clone() for n, x in z.items()})
 
     @abstractmethod
-    def step(self, phi: Phi, z: State) -> State:
-        """z⁺ = Φ(z), recorded."""
+    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
+        """Take the step from z, and record it. `to` of what is returned is the next z."""
 
     @abstractmethod
-    def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         """The gradients of the scalar `end` for `inputs` (None: for every leaf) and that for z_0."""
 
-    def blame(self, end: Traced) -> int | None:
+    def first_step_not_finite(self, end: End) -> int | None:
         """The step in which the adjoint stopped being finite, if the tape can tell."""
         return None
 
@@ -57,21 +85,8 @@ class Tape(ABC):
         return None
 
 
-def as_leaves(z: State) -> State:
-    return {n: x.detach().requires_grad_() for n, x in z.items()}
-
-
-def one(end: Traced) -> State:
-    """The adjoint of the loss itself."""
-    return {n: torch.ones_like(x) for n, x in end.to.items()}
-
-
-def finite(tensors: Sequence[Tensor]) -> bool:
-    return all(x.device.type == "meta" or bool(torch.isfinite(x).all()) for x in tensors)
-
-
 def refuse_create_graph(create_graph: bool) -> None:
     if create_graph:
         raise ValueError(
-            "bilevel.inner: create_graph=True needs the whole graph of the loop, which only hypergrad='unroll' keeps."
+            "bilevel.inner: create_graph=True needs the whole graph of the loop, which only engine='unroll' keeps."
         )

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..binding import State
-from ..step import Gradients, Pairs, Phi, Traced
-from .base import Engine, Tape, as_leaves, finite, one, refuse_create_graph
+from ..graph import Gradients, Pairs, State, Traced, is_finite
+from ..replay import RecordedStep
+from ..step import LossMonitor, Moved
+from .base import End, Engine, Tape, refuse_create_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,15 +27,19 @@ class Forward(Engine):
     limit: int = 256
 
     @property
-    def alone(self) -> str:
-        return "hypergrad='forward' would have to sum a tangent for each outer direction over the group, in every step"
+    def traces_steps(self) -> bool:
+        return True
+
+    @property
+    def refuses_group(self) -> str:
+        return "engine='forward' would have to sum a tangent for each outer direction over the group, in every step"
 
     def tape(self) -> Tape:
         return _ForwardTape(self)
 
 
 class _ForwardTape(Tape):
-    whole = False
+    reaches_start = False
 
     def __init__(self, options: Forward) -> None:
         self._options = options
@@ -44,29 +49,33 @@ class _ForwardTape(Tape):
         self._ignored: dict[int, Tensor] = {}
         self._tangents: dict[tuple[int, int], State] = {}  # (outer tensor, its element) -> ż
 
-    def step(self, phi: Phi, z: State) -> State:
-        traced = phi(z, graph=True)
+    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
+        return step.take(z, monitor, graph=True, within=lambda traced: self._carry(traced, step.k))
+
+    def _carry(self, traced: Traced, k: int) -> None:
+        """The tangents of z⁺, from those of z."""
         sources = self._sources(traced)
-        outs = list(traced.to.values())
+        moving = {n: x for n, x in traced.to.items() if x.requires_grad}
+        outs = list(moving.values())
         # a·J is linear in a, so its derivative for a, along (ż, λ̇), is J·(ż, λ̇): two vjps make a jvp
         adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
-        ins = [*traced.at.values(), *(x for _, x in sources)]
+        at = {n: x for n, x in traced.at.items() if x.requires_grad}
+        ins = [*at.values(), *(x for _, x in sources)]
         with torch.enable_grad():
             pulled = torch.autograd.grad(outs, ins, adjoint, create_graph=True, allow_unused=True)
         for (owner, element), tangent in self._tangents.items():
-            along = [tangent.get(n) for n in traced.at]
+            along = [tangent.get(n) for n in at]
             along += [_unit(x, element) if id(tensor) == owner else None for tensor, x in sources]
             pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
             pairs = [(p, v) for p, v in pairs if p.requires_grad]
             new = _grad(pairs, adjoint)
-            new = {n: x for n, x in zip(traced.to, new, strict=True) if x is not None}
-            if outs[0].device.type == "cpu" and not finite(list(new.values())):
+            new = {n: x for n, x in zip(moving, new, strict=True) if x is not None}
+            if outs[0].device.type == "cpu" and not is_finite(new.values()):
                 raise FloatingPointError(
-                    f"bilevel.inner: the tangent of the weights is not finite at step k = {phi.k}. "
+                    f"bilevel.Forward: the tangent of the weights is not finite at step k = {k}. "
                     "A smaller rate may help."
                 )
             self._tangents[owner, element] = new
-        return as_leaves(traced.to)
 
     def _sources(self, traced: Traced) -> Pairs:
         """The outer tensors of this step, each with the tensor that stands for it in the graph."""
@@ -85,24 +94,24 @@ class _ForwardTape(Tape):
             if id(tensor) not in self._followed:
                 if len(self._tangents) + tensor.numel() > self._options.limit:
                     raise ValueError(
-                        f"bilevel.inner: hypergrad='forward' would follow {len(self._tangents) + tensor.numel()} outer "
+                        f"bilevel.Forward: engine='forward' would follow {len(self._tangents) + tensor.numel()} outer "
                         f"directions, at the cost of one pass a step each (limit {self._options.limit}). Use "
-                        "hypergrad='reverse', name the few that matter in Forward(wrt=[...]), or raise its limit."
+                        "engine='reverse', name the few that matter in Forward(wrt=[...]), or raise its limit."
                     )
                 self._followed[id(tensor)] = tensor
                 self._tangents.update({(id(tensor), j): {} for j in range(tensor.numel())})  # ż = 0 until now
         return sources
 
-    def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         for x in inputs or ():
             if id(x) in self._ignored or not (x.is_leaf or id(x) in self._followed):
                 raise ValueError(
-                    f"bilevel.inner: hypergrad='forward' did not follow the input of shape {tuple(x.shape)}. It "
+                    f"bilevel.Forward: engine='forward' did not follow the input of shape {tuple(x.shape)}. It "
                     "follows leaves, or exactly what Forward(wrt=[...]) names, from the first step on."
                 )
         found = Gradients()
-        a = end.vjp(one(end), inputs, found)
+        a = end.pull(inputs, found)
         for owner, tensor in self._followed.items():
             grad = torch.zeros_like(tensor).flatten()
             for j in range(tensor.numel()):

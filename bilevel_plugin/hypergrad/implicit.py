@@ -2,8 +2,8 @@
 
     dg/dλ = ∂g/∂λ + v·∂Φ/∂λ,   v·(I − ∂Φ/∂z) = ∇_z g
 
-Memory: the graph of one step, whatever K is. Right at the fixed point only; how far the loop is from it is
-estimated by v·(Φ(z) − z), to first order the change of g that is still to come, and too large a one is an error.
+Memory: the graph of one step, whatever K is. Right at the fixed point only. Whether the loop has come to it is told by
+the hypergradient itself: it is taken at z and at Φ(z), one step on, and must be the same to within `settled`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..binding import State
-from ..step import Gradients, Phi, Traced
-from .base import Engine, Tape, as_leaves, one, refuse_create_graph
+from ..graph import Gradients, State, as_leaves, vjp
+from ..replay import RecordedStep
+from ..step import LossMonitor, Moved
+from .base import End, Engine, Tape, refuse_create_graph
 
 Operator = Callable[[State], State]
 
@@ -28,13 +29,17 @@ class _Implicit(Engine):
     """The options of both engines.
 
     iterations: at most so many products with ∂Φ/∂z. tol: the relative residual to reach; None takes what the
-    iterations give. settled: the largest change of g, relative to g, that may still be to come.
+    iterations give. settled: how much the hypergradient may change, relative to its size, from z to Φ(z).
     """
 
     needs: ClassVar[tuple[str, ...]] = ("fixed point",)
     iterations: int = 1000
     tol: float | None = 1e-6
     settled: float = 0.01
+
+    @property
+    def traces_steps(self) -> bool:
+        return True
 
     def tape(self) -> Tape:
         return _ImplicitTape(self)
@@ -45,9 +50,9 @@ class _Implicit(Engine):
 
     def give_up(self, residual: float) -> RuntimeError:
         return RuntimeError(
-            f"bilevel.inner: {type(self).__name__} has a relative residual of {residual:.1e} after {self.iterations} "
+            f"bilevel.{type(self).__name__}: it has a relative residual of {residual:.1e} after {self.iterations} "
             f"iterations (tol {self.tol}). Give it more iterations, tol=None to take what it has, or use "
-            "hypergrad='reverse'."
+            "engine='reverse'."
         )
 
 
@@ -69,9 +74,9 @@ class CG(_Implicit):
             curvature = _dot(p, ap)
             if not curvature > 0:
                 raise RuntimeError(
-                    f"bilevel.inner: CG met a direction of curvature {curvature:.1e}: w_K is no strict minimum of the "
+                    f"bilevel.CG: it met a direction of curvature {curvature:.1e}: w_K is no strict minimum of the "
                     "step's loss, so that w(λ) has no derivative there. Add a regulariser to h, take more steps, or "
-                    "use hypergrad='reverse'."
+                    "use engine='reverse'."
                 )
             v, r = _add(v, rr / curvature, p), _add(r, -rr / curvature, ap)
             rr, before = _dot(r, r), rr
@@ -96,8 +101,8 @@ class Neumann(_Implicit):
                 return v
             if not size <= 1e12 * start:
                 raise RuntimeError(
-                    "bilevel.inner: the Neumann series diverges: Φ does not contract at w_K. Use a smaller rate, or "
-                    "hypergrad='reverse'."
+                    "bilevel.Neumann: the Neumann series diverges: Φ does not contract at w_K. Use a smaller rate, or "
+                    "engine='reverse'."
                 )
         if self.tol is not None:
             raise self.give_up((size / start) ** 0.5)
@@ -105,40 +110,66 @@ class Neumann(_Implicit):
 
 
 class _ImplicitTape(Tape):
-    whole = False
+    reaches_start = False
 
     def __init__(self, options: _Implicit) -> None:
         self._options = options
-        self._phi: Phi | None = None
+        self._step: RecordedStep | None = None
         self._last: State = {}
 
-    def step(self, phi: Phi, z: State) -> State:
-        self._phi, self._last = phi, as_leaves(phi(z, graph=False).to)
-        return self._last
+    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
+        moved = step.take(z, monitor)
+        self._step, self._last = step, as_leaves(moved.to)
+        return moved
 
-    def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         found = Gradients()
-        a = end.vjp(one(end), inputs, found)
-        if self._phi is None:  # no step was taken: the direct gradient is all there is
+        step = self._step
+        a = end.pull(inputs, found)
+        if step is None:  # no step was taken: the direct gradient is all there is
             return found, {}
-        phi = self._phi(self._last, graph=True)
-        a = {n: a.get(n, torch.zeros_like(x)) for n, x in self._last.items()}
-        in_z_alone = Traced(phi.at, phi.to)
-        v = self._options.solve(lambda u: in_z_alone.vjp(u, (), Gradients()), a)
-        self._check_settled(phi, v, end)
-        phi.vjp(v, inputs, found)
+        ahead = self._at(step, self._last, a, inputs, found)
+        other = Gradients()
+        if end.is_function:  # a loss= of the user's is not
+            a = end.pull(inputs, other, ahead)
+        else:
+            end.pull(inputs, other)
+        self._at(step, ahead, a, inputs, other)
+        self._check_settled(found, other)
         return found, {}
 
-    def _check_settled(self, phi: Traced, v: State, end: Traced) -> None:
-        (g,) = (float(x.detach()) for x in end.to.values())
-        change = abs(_dot(v, {n: (phi.to[n] - x).detach() for n, x in phi.at.items()}))
-        if not change <= self._options.settled * abs(g):
-            raise RuntimeError(
-                f"bilevel.inner: {type(self._options).__name__} differentiates the fixed point of the inner steps, and "
-                f"the loop has not come to it: g = {g:.4g} would still change by about {change:.2g}. Take more steps, "
-                f"use hypergrad='reverse', or allow it: {type(self._options).__name__}(settled=...)."
-            )
+    def _at(
+        self, step: RecordedStep, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients
+    ) -> State:
+        """Add a·(I − ∂Φ/∂z)⁻¹·∂Φ/∂λ at z to the sums; returns Φ(z)."""
+        with step.traced(z) as traced:
+            at = {n: x for n, x in traced.at.items() if x.requires_grad}
+            a = {n: a.get(n, torch.zeros_like(x)) for n, x in at.items()}
+
+            def pull(u: State) -> State:
+                grads = vjp(traced.to, u, list(at.values()))
+                return {n: g for n, g in zip(at, grads, strict=True) if g is not None}
+
+            v = self._options.solve(pull, a)
+            traced.vjp(v, inputs, into)
+            return as_leaves({n: x.detach().clone() for n, x in traced.to.items()})
+
+    def _check_settled(self, here: Gradients, ahead: Gradients) -> None:
+        for kind in ("direct", "cut"):
+            mine, others = getattr(here, kind), getattr(ahead, kind)
+            for key, (x, grad) in mine.items():
+                other = others[key][1] if key in others else torch.zeros_like(grad)
+                size = max(float(grad.norm()), float(other.norm()))
+                change = float((grad - other).norm()) / size if size else 0.0
+                if not change <= self._options.settled:
+                    name = type(self._options).__name__
+                    raise RuntimeError(
+                        f"bilevel.{name}: it differentiates the fixed point of the inner steps, and the loop has not "
+                        f"come to it: one step on, the gradient for the outer variable of shape {tuple(x.shape)} would "
+                        f"change by {change:.1%}. Take more steps, use engine='reverse', or allow it: "
+                        f"bilevel.{name}(settled=...)."
+                    )
 
 
 def _dot(x: State, y: State) -> float:

@@ -25,7 +25,7 @@ class Keep(NamedTuple):
     at: int
 
 
-class Pull(NamedTuple):
+class Sweep(NamedTuple):
     """Run from the state of step `begin` to that of step `at`, make the graphs of at … end − 1, go back over them."""
 
     begin: int
@@ -33,14 +33,14 @@ class Pull(NamedTuple):
     end: int
 
 
-def schedule(saved: Sequence[int], end: int, room: Room) -> Iterator[Keep | Pull]:
+def schedule(saved: Sequence[int], end: int, room: Room) -> Iterator[Keep | Sweep]:
     """How to go back over the steps … end − 1 from the saved states (in rising order)."""
     states, extra = list(saved), 0
     while states:
         begin = states[-1]
         graphs, slots = room(end - begin, len(saved) + extra)
         if end - begin <= graphs:
-            yield Pull(begin, begin, end)
+            yield Sweep(begin, begin, end)
             end = states.pop()
             extra -= extra > 0
         elif slots > 0:
@@ -50,7 +50,7 @@ def schedule(saved: Sequence[int], end: int, room: Room) -> Iterator[Keep | Pull
             states.append(at)
             extra += 1
         else:
-            yield Pull(begin, end - graphs, end)
+            yield Sweep(begin, end - graphs, end)
             end -= graphs
 
 

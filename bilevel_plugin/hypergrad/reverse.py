@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from ..binding import State
-from ..step import Gradients, Phi, Traced, graph_bytes
-from .base import Engine, Tape, as_leaves, finite, one, refuse_create_graph
-from .plan import Budget, Keep, Plan, Pull, free, parse, schedule
+from ..graph import Gradients, RecomputationWatch, State, Traced, as_leaves, graph_bytes, is_finite
+from ..pullback import PULLBACKS, Pull
+from ..replay import RecordedStep
+from ..step import LossMonitor, Moved, Step
+from .base import End, Engine, Tape, refuse_create_graph
+from .plan import Budget, Keep, Plan, Sweep, free, parse, schedule
 from .store import Store
 
 
@@ -58,8 +61,12 @@ class Reverse(Engine):
                 )
 
     @property
-    def alone(self) -> str:
-        return "a compiled step can't sum its direction over a group: leave out compile=" if self.compile else ""
+    def keeps_graphs(self) -> bool:
+        return self.memory is not None
+
+    @property
+    def refuses_group(self) -> str:
+        return "compiled steps are not tried with a group: leave out compile=" if self.compile else ""
 
     def tape(self) -> Tape:
         return _ReverseTape(self)
@@ -68,57 +75,72 @@ class Reverse(Engine):
 class _ReverseTape(Tape):
     def __init__(self, options: Reverse) -> None:
         self._options = options
+        self._pull: Pull = PULLBACKS["lean"]
+        self._compiler = None
         if options.compile:
-            from ..compiled import Compiler  # here, since torch's compiler takes a second to import
+            from ..pullback import compiled  # here, since torch's compiler takes a second to import
 
-            self.phi = Compiler().phi
+            self._compiler, self._pull = compiled.Compiler(), compiled.pull
         self._every = 1 if options.checkpoint == "sqrt" else options.checkpoint
-        self._phis: dict[int, Phi] = {}
+        self._steps: dict[int, RecordedStep] = {}
         self._store = Store(offload=options.offload)
         self._saved: dict[int, State] = {}
         self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
+        self._losses_seen: set[object] = set()
         self._weighed: dict[object, int] = {}
         self._budget: Budget | None = None
         self._last: State = {}
         self._count = 0
+
+    def make_step(self, *args: object) -> Step:
+        return super().make_step(*args) if self._compiler is None else self._compiler.step(*args)
 
     @property
     def _first(self) -> int:
         """The first step that the sweep goes back to."""
         return 0 if self._options.truncate is None else max(0, self._count - self._options.truncate)
 
-    def step(self, phi: Phi, z: State) -> State:
-        traced = phi(z, graph=self._options.memory is not None)
-        self._last = as_leaves(traced.to)
-        k, self._count = self._count, self._count + 1
-        self._phis[k] = phi
-        if self._options.memory is not None:
-            self._graphs.append((k, traced))
-            self._fit(self._weigh(phi, traced))
-        elif k % self._every == 0:
-            self._saved[k] = self._store.keep(z)
-            if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
-                self._thin()
+    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
+        k = self._count
+        if self._options.memory is None:
+            if k % self._every == 0:
+                self._saved[k] = self._store.keep(z)
+            moved = step.take(z, monitor)
+        else:
+            names = tuple(t.name for t in step.step.terms)
+            with RecomputationWatch() if names not in self._losses_seen else nullcontext():
+                moved = step.take(z, monitor, graph=True)
+            self._losses_seen.add(names)
+            self._graphs.append((k, Traced(moved.at, moved.to, step.cut, step.leaves)))
+            self._fit(self._weigh(step, moved))
+            moved.to = as_leaves(moved.to)
+        self._last = moved.to
+        self._count += 1
+        step.share_with(self._steps.get(k - 1))
+        self._steps[k] = step
+        if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
+            self._thin()
         if self._first > 0:
-            self.whole = False
+            self.reaches_start = False
             while self._graphs and self._graphs[0][0] < self._first:
                 self._graphs.popleft()
             needed = max((j for j in self._saved if j <= self._first), default=self._first)
             self._drop([j for j in self._saved if j < needed])
-            for j in [j for j in self._phis if j < needed]:
-                del self._phis[j]
-        return self._last
+            for j in [j for j in self._steps if j < needed]:
+                del self._steps[j]
+        return moved
 
-    def _weigh(self, phi: Phi, traced: Traced) -> Budget:
+    def _weigh(self, step: RecordedStep, moved: Moved) -> Budget:
         """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""
-        kind = phi.kind
-        state = sum(x.nbytes for x in traced.to.values())
+        kind = step.kind
+        state = sum(x.nbytes for x in moved.to.values())
         if kind not in self._weighed:
-            self._weighed[kind] = state + graph_bytes(traced, phi.tensors())
+            self._weighed[kind] = state + graph_bytes(moved.to, moved.at, step.tensors())
         memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
         if memory is None:
-            memory = free(next(iter(traced.to.values())).device) // 2
-        heaviest, least = phi.largest(max(self._weighed.values()), -memory)  # the same plan on every rank
+            memory = free(next(iter(moved.to.values())).device) // 2
+        binding = step.step.binding  # the same plan on every rank
+        heaviest, least = binding.largest_on_any_rank(max(self._weighed.values()), -memory)
         if self._budget is None or (heaviest, state) != (self._budget.graph, self._budget.state):
             self._budget = Budget(-least, heaviest, state)
             self._budget.check()
@@ -131,9 +153,9 @@ class _ReverseTape(Tape):
             if len(self._graphs) == 1 or (thinned < len(self._saved) and budget.fits(2 * self._every, thinned)):
                 self._thin()
             else:
-                self._let_go(*self._graphs.popleft())
+                self._release(*self._graphs.popleft())
 
-    def _let_go(self, k: int, traced: Traced) -> None:
+    def _release(self, k: int, traced: Traced) -> None:
         """Forget a graph. Its state stays, if it is one of those to keep, or if none lies before it (truncate=)."""
         if k % self._every == 0 or not any(j <= k for j in self._saved):
             self._saved[k] = self._store.keep(traced.at)
@@ -155,7 +177,7 @@ class _ReverseTape(Tape):
         """The first step whose graph is kept."""
         return self._graphs[0][0] if self._graphs else self._count
 
-    def _schedule(self, end: int) -> Iterator[Keep | Pull]:
+    def _schedule(self, end: int) -> Iterator[Keep | Sweep]:
         saved = sorted(j for j in self._saved if j < end)
         return schedule(saved, end, self._room) if end > self._first else iter(())
 
@@ -165,74 +187,71 @@ class _ReverseTape(Tape):
         sizes = (self._budget.memory, self._budget.graph, self._budget.state) if self._budget else (0, 0, 0)
         return Plan(self._count, len(self._graphs), len(self._saved), reruns, *sizes)
 
-    def _backwards(self) -> Iterator[tuple[Phi, Traced, bool]]:
-        """Φ_K, Φ_{K−1}, … with their graphs, and whether a step was run again for it."""
+    def _backwards(self) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
+        """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already."""
         end = self._end
         for i in reversed(range(len(self._graphs))):
             k, traced = self._graphs[i]
             if self._saved:  # their room will be needed
                 self._graphs.pop()
-                self._let_go(k, traced)
-            yield self._phis[k], traced, False
+                self._release(k, traced)
+            yield self._steps[k], traced.at, traced
             del traced
         states, spent = dict(self._saved), None
         for action in self._schedule(end):
             z = as_leaves(self._store.fetch(states[action.begin]))
             for k in range(action.begin, action.at):
-                z = as_leaves(self._phis[k](z, graph=False).to)
+                z = as_leaves(self._steps[k].replay(z))
             if isinstance(action, Keep):
                 states[action.at] = self._store.keep(z)
                 continue
-            graphs: list[Traced] = []
+            graphs: list[tuple[State, Traced | None]] = []
             for k in range(action.at, action.end - 1):
-                graphs.append(self._phis[k](z, graph=True))
-                z = as_leaves(graphs[-1].to)
-            graphs.append(self._phis[action.end - 1].pullback(z))
+                traced = self._steps[k].trace(z)
+                graphs.append((traced.at, traced))
+                z = as_leaves(traced.to)
+                del traced
+            graphs.append((z, None))  # the last one is pulled through as it is run again
             for k in reversed(range(max(action.at, self._first), action.end)):
-                yield self._phis[k], graphs.pop(), True
+                yield self._steps[k], *graphs.pop()
             if action.begin == action.at and action.begin not in self._saved:
                 if spent is not None:
                     self._store.drop(spent)
                 spent = states.pop(action.begin)  # where the step before should end: still to be compared with it
 
-    def pull(self, end: Traced, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         found = Gradients()
         *_, (_, a) = self._sweep(end, inputs, found)
         return found, a
 
-    def _sweep(self, end: Traced, inputs: Sequence[Tensor] | None, found: Gradients) -> Iterator[tuple[int, State]]:
+    def _sweep(self, end: End, inputs: Sequence[Tensor] | None, found: Gradients) -> Iterator[tuple[int, State]]:
         adjoints, kept = Store(rows=2), None
-        a = end.vjp(one(end), inputs, found)
+        a = end.pull(inputs, found)
+        wanted = inputs if inputs is not None else self._all_leaves(end)
         yield self._count + 1, a
-        after, drifts = self._last, list[tuple[Phi, Tensor]]()
-        for phi, traced, again in self._backwards():
-            a = kept = adjoints.replace(kept, traced.vjp(a, inputs, found))
-            if again:
-                drifts += [(phi, x) for x in traced.drift(after)]
-            after = traced.at
-            del traced  # before the next step's graph is made
-            yield phi.k, a
-        _check_same(drifts)
+        after, new = self._last, a
+        for step, z, traced in self._backwards():
+            if traced is None:
+                pulled = step.pull(z, a, wanted, found, self._pull)
+                step.check_end(z, pulled.to, after)
+                new = pulled.adjoint
+                del pulled
+            else:
+                new = traced.vjp(a, wanted, found)
+            after = z
+            del traced, z  # before the next step's graph is made
+            a = kept = adjoints.replace(kept, new)
+            yield step.k, a
 
-    def blame(self, end: Traced) -> int | None:
+    def _all_leaves(self, end: End) -> list[Tensor]:
+        """Every outer variable that any step has seen: one whose requires_grad was set late was there before."""
+        every = [*end.leaves, *(x for step in self._steps.values() for x in step.leaves)]
+        return list({id(x): x for x in every}.values())
+
+    def first_step_not_finite(self, end: End) -> int | None:
         found = Gradients()
         for k, a in self._sweep(end, None, found):
-            if not finite([*a.values(), *found.values()]):
+            if not is_finite([*a.values(), *found.values()]):
                 return k
         return None
-
-
-def _check_same(drifts: list[tuple[Phi, Tensor]]) -> None:
-    """Run again, a step must end where it ended: what changed in between would make the gradient wrong."""
-    for phi, drift in drifts:
-        if drift.device.type == "meta":
-            continue
-        assert phi.conditions is not None
-        if not float(drift) <= phi.conditions.precision**0.5:
-            raise RuntimeError(
-                f"bilevel.inner: step k = {phi.k}, run again for the hypergradient, ended elsewhere or saw another "
-                "loss. Something that h or g reads has changed since, and is no tensor of the batch: a closed-over "
-                "tensor or number, Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, "
-                "draw with torch, or use hypergrad='unroll', which runs nothing again."
-            )

@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from ..binding import State
+from ..graph import State
 
 _BUFFER = 32 * 2**20  # bytes that a buffer has at the most, unless a single row has more
 

@@ -26,7 +26,7 @@ def g(model: nn.ParameterDict) -> Tensor:
 def path(solver: bilevel.GD | bilevel.BiGSAM) -> Tensor:
     model = nn.ParameterDict({"w": START.clone()})
     points = [START]
-    with bilevel.inner(model, h, g, solver=solver, hypergrad=bilevel.Reverse(truncate=1)) as loop:
+    with bilevel.inner(model, h, g, solver=solver, engine=bilevel.Reverse(truncate=1)) as loop:
         for _ in range(STEPS):
             loop.step()
             points.append(loop.weights["w"].detach())

@@ -23,7 +23,7 @@ def errors(model: nn.Module, h: Loss, g: Loss, lam: Tensor, solver: StepRule) ->
     """The relative error for each length, from one loop of each."""
     grads = []
     for m in LENGTHS:
-        with bilevel.inner(model, h, g, solver=solver, hypergrad=bilevel.Reverse(truncate=m)) as loop:
+        with bilevel.inner(model, h, g, solver=solver, engine=bilevel.Reverse(truncate=m)) as loop:
             loop.run(STEPS)
             grads.append(loop.hypergrad(lam))
     return [float((x - grads[-1]).norm() / grads[-1].norm()) for x in grads[:-1]]

@@ -63,7 +63,7 @@ def clean(
     eta: float = 0.5,
     influence: float = 1.0,
     every: int = 1,
-    hypergrad: Any = ENGINE,
+    engine: Any = ENGINE,
     batch_size: int | None = None,
     workers: int = 0,
     bf16: bool = False,
@@ -115,7 +115,7 @@ def clean(
         """Train K steps on these rows: ∂g(w_K)/∂λ, the logits of all samples at w_K, and g(w_K)."""
         noisy = batches(train, rows, batch_size, draw, workers)
         checked = batches(validation, torch.arange(len(validation[1])), batch_size, draw, workers)
-        block = bilevel.inner(model, h, g, solver=rule, optimizer=inner_sgd, hypergrad=hypergrad, group=group)
+        block = bilevel.inner(model, h, g, solver=rule, optimizer=inner_sgd, engine=engine, group=group)
         with autocast(x.device, bf16), block as loop:
             for _ in range(steps):
                 loop.step(*mine(*next(noisy)), outer=mine(*next(checked)[:2]))

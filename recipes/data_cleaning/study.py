@@ -194,7 +194,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         result = clean(
             model, p.train, p.validation, judge=job.judge, solver=job.method, every=job.every, steps=job.steps,
             outer_steps=s.outer_steps, eta=s.eta, batch_size=s.batch_size, workers=s.workers, bf16=s.bf16,
-            hypergrad=bilevel.Reverse(memory=s.memory), lr=s.lr, momentum=s.momentum, influence=s.influence,
+            engine=bilevel.Reverse(memory=s.memory), lr=s.lr, momentum=s.momentum, influence=s.influence,
             warm=s.warm, seed=job.seed, group=ranks.group(), state=state, on_step=keep,
         )  # fmt: skip
         bar.close()

@@ -92,7 +92,7 @@ def adapted(
     """Which queries are right after each of these numbers of steps; steps on g, if there are any, see the queries."""
     right: dict[str, Tensor] = {}
     head = zero_head(support.shape[-1], ways).to(support)
-    block = bilevel.inner(head, loss, loss, solver=rule, tasks=len(support), hypergrad=bilevel.Reverse(truncate=1))
+    block = bilevel.inner(head, loss, loss, solver=rule, tasks=len(support), engine=bilevel.Reverse(truncate=1))
     with block as loop:
         for k in range(1, max(steps) + 1):
             loop.step(support, y, outer=(query, y_query))

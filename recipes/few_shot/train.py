@@ -106,7 +106,7 @@ def meta_train(
     features: str = "sphere",
     batchnorm: str = "running",
     chunk: int = 220,
-    hypergrad: Any = "unroll",
+    engine: Any = "unroll",
     bf16: bool = False,
     seed: int = 0,
     group: Any = None,
@@ -121,7 +121,7 @@ def meta_train(
     steps: inner steps K. lr: their rate t on h. s: their rate on g (t). every: a step on g every E-th time.
     eta: Adam's rate; decay: let it fall to 0 over the training, along half a cosine.
     features: what heads see of them, a name of FEATURES. batchnorm, chunk: see `encode`.
-    hypergrad: heads are small, so that their K graphs cost less than a second run of the steps.
+    engine: heads are small, so that their K graphs cost less than a second run of the steps.
     bf16: autocast of the encoder. seed: of what the encoder draws (dropout).
     group: processes of torch.distributed that call this with the same arguments; each takes a share of the tasks, and
         the encoder is under DistributedDataParallel. BatchNorm sees the chunks of its own process.
@@ -158,7 +158,7 @@ def meta_train(
         rule = solver if method is None else method.rule(lr, lr if s is None else s, every, step)
         seen, judged = halves(f_query, y_query) if method and method.split else ((f_query, y_query),) * 2
         adam.zero_grad()
-        adapt_and_pull((f, y), seen, judged, ways, steps, rule, hypergrad)
+        adapt_and_pull((f, y), seen, judged, ways, steps, rule, engine)
         if group is not None:
             _as_one(encoder, group)
         for options in adam.param_groups:
@@ -195,12 +195,12 @@ def _as_one(encoder: nn.Module, group: Any) -> None:
                 buffer.div_(ranks.size(group))
 
 
-def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: int, rule: Rule, hypergrad: Any) -> None:
+def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: int, rule: Rule, engine: Any) -> None:
     """Adapt the heads of all tasks, and add the hypergradient into the .grad of what the features came from."""
     f, y = support
     with f.device:  # made there: a copy to a GPU would wait until the features are done
         head = zero_head(f.shape[-1], ways).to(f)
-    with bilevel.inner(head, loss, loss, solver=rule, tasks=len(f), hypergrad=hypergrad) as loop:
+    with bilevel.inner(head, loss, loss, solver=rule, tasks=len(f), engine=engine) as loop:
         loop.run(steps, f, y, outer=seen)
         loop.backward(outer=judged)  # through all heads, then once through the encoder
 

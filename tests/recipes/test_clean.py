@@ -138,7 +138,7 @@ def test_bf16_and_checkpointing_find_the_same_samples() -> None:
     train, validation, truth = problem()
     model = linear()
     plain = clean(model, train, validation, judge="validation", **FAST)
-    stored = clean(model, train, validation, judge="validation", hypergrad=bilevel.Reverse(checkpoint="sqrt"), **FAST)
+    stored = clean(model, train, validation, judge="validation", engine=bilevel.Reverse(checkpoint="sqrt"), **FAST)
     rough = clean(model, train, validation, judge="validation", bf16=True, **FAST)
     assert torch.equal(plain.lam, stored.lam)
     assert f1(rough.kept, truth) > 0.9

@@ -32,14 +32,14 @@ def images(n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "options",
     [{"judge": "evidence"}, {"judge": "evidence", "batch_size": 4}, {"judge": "validation", "warm": True},
-     {"judge": "validation", "batch_size": 4, "hypergrad": bilevel.Reverse("sqrt", offload=True)}],
+     {"judge": "validation", "batch_size": 4, "engine": bilevel.Reverse("sqrt", offload=True)}],
     ids=str,
 )  # fmt: skip
 def test_cleaning_reads_nothing_off_the_device(options: dict[str, Any]) -> None:
     train, validation = (tuple(t.to(META) for t in images(n)) for n in (13, 11))
     model = build("cnn", (1, 8, 8), 3, 0).to(META, memory_format=torch.channels_last)
     saved: list[dict[str, Any]] = []
-    how = {"steps": 3, "outer_steps": 2, "hypergrad": bilevel.Reverse(memory="1GiB"), **options}
+    how = {"steps": 3, "outer_steps": 2, "engine": bilevel.Reverse(memory="1GiB"), **options}
     with OneDevice():
         result = clean(model, train, validation, on_step=lambda now: saved.append(copy.deepcopy(now)), **how)
         clean(model, train, validation, state=saved[0], **how)  # and going on with it
@@ -54,13 +54,13 @@ def episodes(where: str) -> Episodes:
 
 
 @pytest.mark.parametrize("solver", ["gd", "bigsam", "bigsam-split"])
-@pytest.mark.parametrize("hypergrad", ["unroll", bilevel.Reverse(offload=True)], ids=["unroll", "reverse"])
+@pytest.mark.parametrize("engine", ["unroll", bilevel.Reverse(offload=True)], ids=["unroll", "reverse"])
 @pytest.mark.parametrize("batchnorm", ["running", "task"])
-def test_meta_training_reads_nothing_off_the_device(solver: str, hypergrad: Any, batchnorm: str) -> None:
+def test_meta_training_reads_nothing_off_the_device(solver: str, engine: Any, batchnorm: str) -> None:
     encoder = build_encoder("conv4", (1, 16, 16), 0).to(META)
     with OneDevice():
         result = meta_train(
-            encoder, episodes("meta"), ways=3, solver=solver, hypergrad=hypergrad, batchnorm=batchnorm, outer_steps=2,
+            encoder, episodes("meta"), ways=3, solver=solver, engine=engine, batchnorm=batchnorm, outer_steps=2,
         )  # fmt: skip
     assert {p.device for p in result.encoder.parameters()} == {META}
 

@@ -143,8 +143,8 @@ def by_hand(encoder: nn.Module, batch: Any, solver: str, steps: int, t: float, s
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize(("hypergrad", "features"), [("unroll", "sphere"), ("reverse", "raw"), ("unroll", "centred")])
-def test_one_outer_step_is_that_of_a_loop_over_tasks(solver: str, hypergrad: str, features: str) -> None:
+@pytest.mark.parametrize(("engine", "features"), [("unroll", "sphere"), ("reverse", "raw"), ("unroll", "centred")])
+def test_one_outer_step_is_that_of_a_loop_over_tasks(solver: str, engine: str, features: str) -> None:
     """Against a plain loop: the gradient is read off Adam's first moment, (1 − β₁)·∇."""
     encoder, states = smooth(), list[dict[str, Any]]()
     options: dict[str, Any] = {
@@ -152,7 +152,7 @@ def test_one_outer_step_is_that_of_a_loop_over_tasks(solver: str, hypergrad: str
         "lr": 0.7,
         "s": 0.4,
         "outer_steps": 1,
-        "hypergrad": hypergrad,
+        "engine": engine,
         "chunk": 7,
         "features": features,
     }

@@ -1,23 +1,49 @@
-"""The derivative of a step without the step's value.
+"""Double backward without the numbers of the gradient.
 
-a·∂Φ/∂(z, λ) of Φ(z) = z − ∇ℓ(z) takes the graph of ∇ℓ, not its numbers. Where a weight enters ℓ as y = op(x, w), a
-linear layer or a convolution, its gradient is a product of x and ∂ℓ/∂y, as large as those of a training step, that
-nobody would read. It is left out: `_Unread` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its numbers.
+∇⟨∇ℓ, u⟩ takes the graph of ∇ℓ, not its numbers, unless the update reads them. Where a weight enters ℓ as y = op(x, w),
+a linear layer or a convolution, its gradient is a product of x and ∂ℓ/∂y, as large as those of a training step, that
+nobody would read. It is left out: `_WithoutValue` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its
+numbers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
+from ..binding import Inside
+from ..graph import State
+from ..kernels import full_precision
+from ..step import Evaluated, Step, gradient
+from . import plain
+from .base import Pulled, pull_through
+
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
+    """∇⟨∇ℓ, u⟩ without the numbers of ∇ℓ; by `plain` where the update reads them, or losses are vmapped."""
+    if step.update.reads_direction or step.binding.tasks is not None:
+        return plain.pull(step, z, buffers, a, wanted)
+    return pull_through(step, z, buffers, a, wanted, _evaluate)
+
+
+def _evaluate(step: Step, inside: Inside) -> Evaluated:
+    with LeanProducts(inside.weights.values()) as lean:
+        weighted, values = step.losses(inside)
+    with lean.taking_gradient():
+        direction = gradient(weighted, inside, True)
+    left_out = frozenset(n for n, w in inside.weights.items() if id(w) in lean.without_value)
+    return Evaluated(weighted, values, direction, inside.buffers(), left_out)
 
 
 class _Op(ABC):
@@ -88,32 +114,50 @@ _OPS: dict[object, Callable[..., tuple[Tensor, Tensor, Tensor | None, _Op]]] = {
 }  # fmt: skip
 
 
-class Lean(TorchFunctionMode):
-    """In it, products with one of these weights have `_Unread` gradients, for `gradient` and nobody else."""
+class LeanProducts(TorchFunctionMode):
+    """In it, products with one of these weights have gradients `_WithoutValue`, in `taking_gradient` alone."""
 
     def __init__(self, weights: Collection[Tensor]) -> None:
         super().__init__()
-        self._weights = list(weights)
         self._ids = {id(x) for x in weights}
-        self.asking = False
-        self.unread: set[int] = set()  # the weights, by id, whose gradient has a part that was left out
+        self.leaving_out = False
+        self.without_value: set[int] = set()  # the weights, by id, whose gradient has a part that was left out
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled():
+        if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled() and _no_transform():
             x, w, b, op = _OPS[func](*args, **kwargs)
-            if op.fits(x, w):
-                self.unread.add(id(w))
-                return _Product.apply(self, op, x, w, b)
+            lower = _autocast_type(w)
+            if lower is not None:  # as autocast does it, but where we see it
+                x, low, b = (t if t is None or t.dtype == torch.float64 else t.to(lower) for t in (x, w, b))
+            else:
+                low = w
+            if op.fits(x, low):
+                self.without_value.add(id(w))
+                with full_precision():
+                    return _Product.apply(self, op, x, low, b)
         return func(*args, **kwargs)
 
-    def gradient(self, value: Tensor) -> list[Tensor | None]:
-        """∇_w of the value, to be differentiated: for weights that are `unread`, its numbers mean nothing."""
-        self.asking = True
+    @contextmanager
+    def taking_gradient(self) -> Generator[None]:
+        """In it, gradients of weights `without_value` have a graph, and numbers that mean nothing."""
+        self.leaving_out = True
         try:
-            return list(torch.autograd.grad(value, self._weights, create_graph=True, allow_unused=True))
+            yield
         finally:
-            self.asking = False
+            self.leaving_out = False
+
+
+def _autocast_type(w: Tensor) -> torch.dtype | None:
+    kind = w.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind) and w.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def _no_transform() -> bool:
+    """Functional transforms and forward mode do not go through an autograd.Function of this kind."""
+    outside = torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
+    return outside and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
 
 
 class _Product(torch.autograd.Function):
@@ -127,13 +171,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, y: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, w = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[2:])
-        if not ctx.lean.asking:
+        if not ctx.lean.leaving_out:
             return None, None, *ctx.op.back(y, x, w, wanted)
         to_x, _, to_b = ctx.op.back(y, x, w, (wanted[0], False, wanted[2]))
-        return None, None, to_x, _Unread.apply(ctx.op, x, y, w.shape), to_b
+        return None, None, to_x, _WithoutValue.apply(ctx.op, x, y, w.shape), to_b
 
 
-class _Unread(torch.autograd.Function):
+class _WithoutValue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: _Op, x: Tensor, y: Tensor, shape: torch.Size) -> Tensor:
         ctx.op = op

@@ -1,0 +1,316 @@
+"""Graphs of autograd: the leaves they end in, the bytes they keep, and what in them has no second derivative."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+State = dict[str, Tensor]
+Pairs = list[tuple[Tensor, Tensor]]  # (a tensor of the user's, the leaf that stands for it in a step)
+_LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
+_ONCE = once_differentiable(lambda: None).__code__
+
+
+class Gradients:
+    """Sums of gradients: for tensors that the losses use themselves, and for those that a stand-in stood for."""
+
+    def __init__(self) -> None:
+        self.direct: dict[int, tuple[Tensor, Tensor]] = {}
+        self.cut: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def add(sums: dict[int, tuple[Tensor, Tensor]], tensor: Tensor, grad: Tensor | None) -> None:
+        if grad is not None:
+            known = sums.get(id(tensor))
+            if known is None:
+                sums[id(tensor)] = (tensor, grad.clone())
+            else:
+                known[1].add_(grad)
+
+    def collect(self, cut: Pairs, wanted: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Add the gradients for the stand-ins of `cut`, then for the wanted tensors."""
+        for (tensor, _), grad in zip(cut, grads, strict=False):
+            self.add(self.cut, tensor, grad)
+        for tensor, grad in zip(wanted, grads[len(cut) :], strict=True):
+            self.add(self.direct, tensor, grad)
+
+    def values(self) -> list[Tensor]:
+        return [grad for _, grad in (*self.direct.values(), *self.cut.values())]
+
+
+@dataclass
+class Traced:
+    """A function's value together with its graph: `to`, taken at `at`."""
+
+    at: State
+    to: State
+    cut: Pairs
+    leaves: Sequence[Tensor]
+    share: float = 1.0  # of this process, where the value is a mean over several
+
+    def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients, retain_graph: bool = True) -> State:
+        """a·∂to/∂at, returned; a·∂to/∂λ, added to the sums, for `inputs`, or for every leaf if None."""
+        wanted = self.leaves if inputs is None else inputs
+        grads = vjp(self.to, a, [*self.at.values(), *(x for _, x in self.cut), *wanted], self.share, retain_graph)
+        into.collect(self.cut, wanted, grads[len(self.at) :])
+        return {n: grad for n, grad in zip(self.at, grads, strict=False) if grad is not None}
+
+
+def vjp(
+    to: State, a: State, inputs: Sequence[Tensor], share: float = 1.0, retain_graph: bool = True
+) -> Sequence[Tensor | None]:
+    """share·a·∂to for every input; None where nothing depends on it.
+
+    The graph is retained by default, since it may run on into one that is not ours: a closed-over encoder's, say.
+    """
+    keys = [n for n in a if n in to and to[n].requires_grad]
+    if not keys:
+        return [None] * len(inputs)
+    along = [a[n] if share == 1 else a[n] * share for n in keys]
+    with explained():
+        return torch.autograd.grad([to[n] for n in keys], inputs, along, allow_unused=True, retain_graph=retain_graph)
+
+
+def as_leaves(z: State) -> State:
+    """The same numbers as new leaves that require grad (integers as they are)."""
+    return {n: x.detach().requires_grad_() if x.is_floating_point() else x for n, x in z.items()}
+
+
+def is_finite(tensors: Iterable[Tensor]) -> bool:
+    return all(x.device.type == "meta" or bool(torch.isfinite(x).all()) for x in tensors)
+
+
+def norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The norm of several tensors, as one vector."""
+    return torch.stack([torch.linalg.vector_norm(x) for x in tensors]).norm()
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in a tuple, list or dict of anything."""
+    leaves = tree if _is_flat(tree) else pytree.tree_leaves(tree)
+    return [x for x in leaves if isinstance(x, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The same structure with every tensor replaced."""
+    if _is_flat(tree):
+        return tuple(map(function, tree))
+    return pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+
+
+def _is_flat(tree: Any) -> bool:
+    """Whether it is a plain tuple of tensors, as most batches are: no need for the slow general way."""
+    return type(tree) is tuple and all(isinstance(x, Tensor) for x in tree)
+
+
+def cut_graph(tree: Any, pairs: Pairs) -> Any:
+    """The tree with a leaf in place of every tensor that requires grad; which stands for which goes to `pairs`."""
+    stand_ins = {id(tensor): stand_in for tensor, stand_in in pairs}
+
+    def replace(x: Tensor) -> Tensor:
+        if x.requires_grad and id(x) not in stand_ins:
+            stand_ins[id(x)] = x.detach().requires_grad_()
+            pairs.append((x, stand_ins[id(x)]))
+        return stand_ins.get(id(x), x)
+
+    return map_tensors(replace, tree)
+
+
+# --- what a graph is made of ---
+
+
+def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]:
+    """The nodes of a graph, up to and including those to stop at."""
+    stack: list[Any] = [x.grad_fn or get_gradient_edge(x).node for x in roots if x.requires_grad]
+    seen: set[Any] = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            if node not in stop:
+                stack.extend(edge for edge, _ in node.next_functions)
+
+
+def find_leaves(
+    root: Tensor, state: Iterable[Tensor] = (), known: Iterable[Tensor] = (), *, twice: bool = False
+) -> tuple[list[Tensor], bool]:
+    """The leaves that the graph of root ends in, other than the state and the known ones; whether it meets the state.
+
+    With `twice`, what has no second derivative is refused on the way.
+    """
+    state = tuple(state)
+    ids = {id(x) for x in state}
+    passed = ids | {id(x) for x in known}
+    stop = {x.grad_fn for x in state} - {None}
+    found: list[Tensor] = []
+    met = False
+    for node in nodes([root], stop):
+        kind = type(node)
+        if kind is _LEAF:
+            leaf: Tensor = getattr(node, "variable")  # noqa: B009 (the annotations do not know it)
+            met = met or id(leaf) in ids
+            if id(leaf) not in passed:
+                found.append(leaf)
+        elif node in stop:
+            met = True
+        elif twice and (kind in _SUSPECTS or _is_suspect(kind)):
+            _refuse_node(node)
+    return found, met
+
+
+def reaches(roots: Iterable[Tensor], targets: Collection[int], stop: Collection[Any]) -> bool:
+    """Whether a graph ends in a leaf of these ids, or passes a node to stop at."""
+    for node in nodes(roots, stop):
+        if node in stop or (type(node) is _LEAF and id(node.variable) in targets):
+            return True
+    return False
+
+
+_SUSPECTS: set[type] = set()  # classes of nodes that have to be looked at, each time
+_HARMLESS: set[type] = set()
+
+
+def _is_suspect(kind: type) -> bool:
+    """Whether nodes of this class may lack a second derivative; asked once for a class."""
+    if kind in _HARMLESS:
+        return False
+    name, forward = kind.__name__, getattr(kind, "_forward_cls", None)
+    suspect = name.startswith(("EmbeddingBag", "EmbeddingBackward", "WeightNormInterface", "CtcLoss"))
+    suspect = suspect or name == "CheckpointFunctionBackward"
+    suspect = suspect or name in ("CompiledFunctionBackward", "CompiledFunction", "CdistBackward0")
+    suspect = suspect or getattr(getattr(forward, "backward", None), "__code__", None) is _ONCE
+    (_SUSPECTS if suspect else _HARMLESS).add(kind)
+    return suspect
+
+
+def _refuse_node(node: Any) -> None:
+    name = type(node).__name__
+    forward = getattr(type(node), "_forward_cls", None)
+    if name.startswith("EmbeddingBackward"):
+        if getattr(node, "_saved_scale_grad_by_freq", False):
+            raise RuntimeError(no_second_derivative("nn.Embedding(scale_grad_by_freq=True)", "scale_grad_by_freq=False"))
+        return
+    if name.startswith("WeightNormInterface"):
+        if not _weight_norm_is_right():
+            raise RuntimeError(
+                no_second_derivative("torch's weight_norm", "a parametrization of your own: g * v / v.norm(...)")
+            )
+        return
+    if name.startswith("Compiled"):
+        raise RuntimeError(
+            no_second_derivative("a torch.compile'd function", "the function as it was before compiling")
+        )
+    if forward is not None:
+        raise RuntimeError(
+            no_second_derivative(
+                f"the autograd.Function {forward.__name__}, which is marked once_differentiable,",
+                "a backward in differentiable operations",
+            )
+        )
+    what, instead = next(text for op, text in _MISSING.items() if name.lower().startswith(op))
+    raise RuntimeError(no_second_derivative(what, instead))
+
+
+def no_second_derivative(what: str, instead: str) -> str:
+    return (
+        f"bilevel.inner: h or g uses {what} and that has no second derivative, or a wrong one.\n"
+        f"The hypergradient would be wrong. Use {instead}."
+    )
+
+
+_MISSING = {
+    "embeddingbag": ("nn.EmbeddingBag,", "nn.Embedding and a mean or sum over its output"),
+    "ctcloss": ("CTCLoss,", "a loss written in differentiable operations (log-sum-exp over the alignments)"),
+    "cdist": ("torch.cdist,", "(x[:, None] - y[None]).norm(dim=-1), or squared distances by products"),
+}
+_UNDERIVED = {  # torch's names of operations in its own errors
+    "embedding_bag": _MISSING["embeddingbag"],
+    "ctc_loss": _MISSING["ctcloss"],
+    "cdist": _MISSING["cdist"],
+    "attention": (
+        "a fused attention kernel, chosen by sdpa_kernel in the loss,",
+        "no choice of kernel in the loss: the block takes the one that has a second derivative",
+    ),
+    "embedding_sparse": ("an embedding with sparse=True,", "sparse=False"),
+}
+
+
+class explained:  # noqa: N801 (a context manager that reads like a verb)
+    """Torch's own errors about derivatives as ours, which name what to do."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None or not issubclass(kind, (RuntimeError, NotImplementedError)):
+            return
+        text = str(error)
+        if "second time" in text or "have already been freed" in text:
+            raise RuntimeError(
+                "bilevel.inner: the graph of a loss, or one behind the batch, was gone through before. A loss returns "
+                "its value and does not call .backward() or torch.autograd.grad on it itself; for a graph behind the "
+                "batch, pass retain_graph=True to the earlier call. (torch: Trying to backward through the graph a "
+                "second time.)"
+            ) from error
+        if "is not implemented" in text or "not differentiable" in text or "does not support" in text:
+            for op, (what, instead) in _UNDERIVED.items():
+                if op in text:
+                    raise RuntimeError(no_second_derivative(what, instead)) from error
+            if "derivative for" in text:
+                raise RuntimeError(
+                    no_second_derivative("an operation,", f"another one in its place. torch says: {text}")
+                ) from error
+
+
+class RecomputationWatch(TorchFunctionMode):
+    """Refuses activation checkpointing where a graph outlives its step: it runs a part of the model again in the
+    backward pass, and would find other weights there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
+            raise RuntimeError(_RECOMPUTES)
+        return func(*args, **(kwargs or {}))
+
+
+_RECOMPUTES = (
+    "bilevel.inner: h or g uses activation checkpointing (torch.utils.checkpoint), which runs a part of the model again "
+    "in the backward pass. An engine that keeps graphs would find other weights there. Use engine='reverse' without "
+    "memory= and tasks=, or switch checkpointing off: the graphs are what takes the memory here."
+)
+
+
+def graph_bytes(to: State, at: State, given: Iterable[Tensor]) -> int:
+    """Bytes that a graph keeps alive, apart from those of its result and of what it was given."""
+    aside = {x.untyped_storage().data_ptr() for x in (*given, *at.values(), *to.values()) if not _is_sparse(x)}
+    found: dict[int, int] = {}
+    for node in nodes(to.values(), {x.grad_fn for x in at.values()}):
+        saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        for x in tensors_of([*saved, getattr(node, "saved_tensors", ())]):
+            if not _is_sparse(x):
+                found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return sum(size for where, size in found.items() if where not in aside)
+
+
+def _is_sparse(x: Tensor) -> bool:
+    return x.layout != torch.strided
+
+
+@functools.cache
+def _weight_norm_is_right() -> bool:
+    """Fails on the CPU at least up to torch 2.13."""
+    generator = torch.Generator().manual_seed(0)
+    v, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (3, 1)))
+    inputs = (v.requires_grad_(), g.requires_grad_())
+    fused = torch._weight_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    return torch.autograd.gradgradcheck(lambda v, g: fused(v, g, 0), inputs, raise_exception=False, atol=1e-4)

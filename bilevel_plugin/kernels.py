@@ -1,0 +1,202 @@
+"""Which kernels are kept out of a loss, because their second derivative is missing or wrong, and why.
+
+- Fused attention has no second derivative, on the CPU either: the one written in plain products is taken.
+- The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck: it is written out.
+- cuDNN's recurrent layers have no second derivative: the plain ones are taken.
+- BatchNorm and InstanceNorm update their running statistics outside of autograd: where these are part of the state
+  that is differentiated, the update, and what reads it in eval mode, are written out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# Held while a loss runs: the switches of attention and cuDNN and the random numbers that are set and put back belong
+# to the process, not to the thread. Re-entrant, for a loop inside a loss.
+EXCLUSIVE = threading.RLock()
+NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)  # pyright: ignore[reportPrivateUsage]
+
+
+def twice_differentiable(
+    *, recurrent_on_gpu: bool = False, weight_norm: bool = False, statistics: TakingDirection | None = None
+) -> AbstractContextManager[Any]:
+    """Keep out the kernels whose second derivative is missing or wrong, as far as the model has use for them."""
+    if recurrent_on_gpu or weight_norm or statistics is not None:
+        return _several(recurrent_on_gpu, weight_norm, statistics)
+    return _PLAIN_ATTENTION
+
+
+@contextmanager
+def _several(
+    recurrent_on_gpu: bool, weight_norm: bool, statistics: TakingDirection | None
+) -> Generator[None]:
+    no_cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent_on_gpu else nullcontext()
+    plain = _PlainWeightNorm() if weight_norm else nullcontext()
+    written_out = nullcontext() if statistics is None else RunningStatistics(statistics)
+    with _PLAIN_ATTENTION, no_cudnn, plain, written_out:
+        yield
+
+
+class _PlainAttention(AbstractContextManager[None]):
+    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price.
+
+    The switches belong to the process, and so this holds EXCLUSIVE.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[list[bool]] = []  # a loop may be inside a loss
+
+    def __enter__(self) -> None:
+        EXCLUSIVE.acquire()
+        self._before.append([enabled() for enabled, _, _ in _ATTENTION])
+        for _, enable, wanted in _ATTENTION:
+            enable(wanted)
+
+    def __exit__(self, *error: object) -> None:
+        for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
+            enable(on)
+        EXCLUSIVE.release()
+
+
+_ATTENTION = [
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
+]
+_PLAIN_ATTENTION = _PlainAttention()
+
+
+class _PlainWeightNorm(TorchFunctionMode):
+    """w = g·v/‖v‖, written out."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._weight_norm:  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            v, g, dim = args
+            return v * (g / torch.norm_except_dim(v, 2, dim))
+        return func(*args, **(kwargs or {}))
+
+
+class TakingDirection:
+    """Whether the direction of a step is being taken just now: then a statistic is a constant, as in the plain loop."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+class _ConstantInStep(torch.autograd.Function):
+    """x, which has no gradient in the step's direction, and its own in the derivative of the step."""
+
+    @staticmethod
+    def forward(ctx: Any, taking: TakingDirection, x: Tensor) -> Tensor:
+        ctx.taking = taking
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None if ctx.taking.on else a
+
+
+class RunningStatistics(TorchFunctionMode):
+    """Running statistics as functions of the input: b⁺ = (1 − m)·b + m·(mean or unbiased variance of the batch).
+
+    A training-mode call normalises as before, and updates b by differentiable operations, in place. A call that
+    normalises by b (eval mode) is written out, so that b has a derivative.
+    """
+
+    def __init__(self, taking: TakingDirection) -> None:
+        super().__init__()
+        self._taking = taking
+        self._updated: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **(kwargs or {}))
+        if func is F.instance_norm:
+            return self._instance_norm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if running_mean is None or running_var is None:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if not training:
+            return self._normalise(input, running_mean, running_var, weight, bias, eps)
+        out = F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
+        self._update(running_mean, running_var, input, [i for i in range(input.dim()) if i != 1], momentum)
+        return out
+
+    def _instance_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None = None,
+        running_var: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if running_mean is None or running_var is None:
+            return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        if not use_input_stats:
+            return self._normalise(input, running_mean, running_var, weight, bias, eps)
+        out = F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
+        self._update(running_mean, running_var, input, list(range(2, input.dim())), momentum)
+        return out
+
+    def _normalise(
+        self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """(x − mean)/√(var + ε), by statistics that may be differentiated for."""
+        if id(mean) in self._updated:  # by a loss of this very step
+            mean, var = (_ConstantInStep.apply(self._taking, b) for b in (mean, var))  # pyright: ignore
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        scale = (var + eps).rsqrt()
+        scale = scale if weight is None else scale * weight
+        out = (x - mean.view(shape)) * scale.view(shape)
+        return out if bias is None else out + bias.view(shape)
+
+    def _update(self, mean: Tensor, var: Tensor, x: Tensor, dims: list[int], momentum: float) -> None:
+        """The statistics over some dimensions; InstanceNorm averages those of its samples."""
+        self._updated.add(id(mean))
+        for running, batch in zip((mean, var), (x.mean(dims), x.var(dims, correction=1)), strict=True):
+            batch = batch if batch.dim() == 1 else batch.mean(0)
+            running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
+
+
+_DEVICE_TYPES = {"cpu"}
+if torch.accelerator.is_available():
+    _DEVICE_TYPES.add(torch.accelerator.current_accelerator().type)  # pyright: ignore[reportOptionalMemberAccess]
+_NOTHING = nullcontext()
+
+
+def full_precision() -> AbstractContextManager[Any]:
+    """Autocast off: it is for the forward pass, and derivatives keep the types of the operations they belong to."""
+    on = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
+    return _without_autocast(on) if on else _NOTHING
+
+
+@contextmanager
+def _without_autocast(kinds: list[str]) -> Generator[None]:
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

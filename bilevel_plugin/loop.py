@@ -1,0 +1,578 @@
+"""The handle of a block: it takes the inner steps and gives the gradients of the outer loss."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from .binding import Binding, Inside, Loss, scalar
+from .graph import (
+    Gradients, Pairs, RecomputationWatch, State, Traced, as_leaves, cut_graph, explained, find_leaves, is_finite, reaches,
+    tensors_of,
+)  # fmt: skip
+from .hypergrad import Engine
+from .hypergrad.base import End
+from .hypergrad.plan import Plan
+from .kernels import EXCLUSIVE, full_precision
+from .replay import Conditions, RecordedStep, modes_kept, refuse_hidden_parameter
+from .sentinel import Sentinel
+from .solvers import StepRule
+from .step import LossMonitor, Step, Term, disconnected
+from .updates import Transform, Transformed, UpdateRule, hooks_of
+
+Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
+Check = Literal["first", "always", False]
+_OWNER = "_bilevel_loop"
+
+
+class Losses(NamedTuple):
+    """The losses that a step evaluated, before it moved; None for one that has weight 0 in it."""
+
+    h: Tensor | None
+    g: Tensor | None
+
+
+class Loop:
+    """The handle of a block: takes the inner steps and gives the gradients of the outer loss."""
+
+    def __init__(
+        self,
+        binding: Binding,
+        losses: tuple[Loss, Loss | None],
+        rule: StepRule,
+        update: UpdateRule,
+        clip: Transform | None,
+        engine: Engine,
+        check: Check,
+    ) -> None:
+        refuse_inference_mode()
+        self._binding, self._rule, self._update, self._clip, self._engine = binding, rule, update, clip, engine
+        self._h, self._g = losses
+        self._origin = binding.initial_weights()
+        binding.open()
+        try:
+            self._tape = engine.tape()
+            statistics = {n: binding.buffers[n].detach().clone() for n in binding.statistics}
+            state = {n: binding.for_every_task(x) for n, x in update.start.items()}
+            self._z = self._tape.start({**self._origin, **state, **statistics})
+            self._buffers = {n: b.detach().clone() for n, b in binding.buffers.items() if n not in statistics}
+            binding.hold(self._z, self._buffers)
+        except BaseException:
+            binding.close()
+            raise
+        self._outer: tuple[Any, ...] = ()
+        self._monitor = LossMonitor()
+        self._sentinel = Sentinel(binding, losses, check)
+        self._last: tuple[Step, Conditions | None, list[Tensor]] | None = None
+        self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
+        self._k = 0
+        self._token = object()
+        self._mark = _sequence_number()
+        self._closed = False
+
+    # --- the inner loop ---
+
+    def step(self, *batch: Any, outer: Any = None) -> Losses:
+        """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
+
+        `outer` is the batch of g; it stays until another one is given. Returns the losses before the step.
+        """
+        self._check_open()
+        binding, k = self._binding, self._k + 1
+        binding.check_held(self._z, self._k)
+        self._update.check()
+        self._outer = self._outer if outer is None else as_tuple(outer)
+        self._refuse_graph_to_weights("the batch of h", batch)
+        cut: Pairs | None = [] if self._tape.replays else None
+        weights = self._rule.weights(k)
+        terms = [Term("h", self._h, batch)]
+        if isinstance(weights[1], Tensor) or weights[1] != 0:
+            if self._g is None:
+                raise TypeError(
+                    f"bilevel.inner: step k = {k} of {type(self._rule).__name__} descends g as well, and there is no g. "
+                    "Give it: bilevel.inner(model, h, g), or take solver='gd'."
+                )
+            self._refuse_graph_to_weights("outer=", self._outer)
+            terms.append(Term("g", self._g, self._outer))
+        else:
+            weights = weights[:1]
+        if cut is not None:
+            terms = [Term(t.name, t.loss, cut_graph(t.batch, cut)) for t in terms]
+            weights = [c if not isinstance(c, Tensor) or c.is_leaf else cut_graph((c,), cut)[0] for c in weights]
+        step = self._tape.make_step(k, binding, terms, weights, self._update_at(k, cut))
+        recorded = RecordedStep(step, self._buffers, cut or [])
+        with EXCLUSIVE:
+            moved = self._tape.step(recorded, self._z, self._monitor)
+            self._update.count(moved.moved)
+            self._z = as_leaves(moved.to) if self._tape.replays else moved.to
+            self._buffers, self._k = moved.buffers, k
+            binding.hold(self._z, self._buffers)
+        if self._engine.keeps_graphs:
+            self._sample(k, step.terms)
+        self._last = step, recorded.conditions, recorded.leaves
+        for x in self._z.values():
+            setattr(x, _OWNER, self._token)  # to tell a loss= of earlier weights
+        self._mark = _sequence_number()
+        return Losses(moved.means.get("h"), moved.means.get("g"))
+
+    def _update_at(self, k: int, cut: Pairs | None) -> Any:
+        update = self._update.at_step(k, cut)
+        hooks = hooks_of(self._binding.parameters)
+        transforms = [t for t in (hooks, self._clip) if t is not None]
+        if not transforms:
+            return update
+        if hooks is not None and self._update.has_no_rate:
+            raise ValueError(
+                "bilevel.inner: a parameter has a hook on its gradient, and the rates are the solver object's: the hook "
+                "would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by name."
+            )
+        each = self._binding.each_task
+        return Transformed([lambda d, t=t: each(t, d) for t in transforms], update)
+
+    def run(self, steps: int, *batch: Any, outer: Any = None) -> Losses:
+        """`steps` inner steps on the same batch. Returns the losses before the last of them."""
+        if steps < 1:
+            raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
+        for _ in range(steps - 1):
+            self.step(*batch, outer=outer)
+        return self.step(*batch, outer=outer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
+        self._check_open()
+        with self._inside() as inside:
+            return self._binding.call(_forward, inside, args, kwargs)
+
+    @contextmanager
+    def _inside(self, z: State | None = None) -> Generator[Inside]:
+        """The current weights in the model, and what can be differentiated."""
+        grad = torch.is_grad_enabled()
+        z = self._z if z is None else z
+        with (
+            EXCLUSIVE,
+            self._binding.inside(z, self._buffers, graph=True, statistics=bool(self._binding.moving)) as inside,
+            torch.set_grad_enabled(grad),
+        ):
+            yield inside
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The current weights by name (with tasks: a leading task dimension). Not to be changed in place."""
+        self._check_open()
+        return {n: self._z[n] for n in self._binding.parameters}
+
+    @property
+    def steps(self) -> int:
+        """How many inner steps were taken."""
+        return self._k
+
+    @property
+    def plan(self) -> Plan | None:
+        """What Reverse() keeps of the loop so far and which steps it will run again; None for other engines."""
+        self._check_open()
+        return self._tape.plan()
+
+    @property
+    def value(self) -> Tensor:
+        """g at the current weights, on its last batch (with tasks: summed over them)."""
+        self._check_open()
+        self._binding.check_held(self._z, self._k)
+        self._monitor.raise_if_not_finite()
+        self._binding.announce("value")
+        with torch.no_grad(), modes_kept(self._binding), self._inside() as inside:
+            value = self._binding.loss("g", self._outer_loss(), inside, self._outer)
+            return self._binding.mean_of_loss("g", value.detach())
+
+    def commit_(self) -> None:
+        """Write the current weights and buffers into the model, as a warm start for what comes after the block."""
+        self._check_open()
+        self._monitor.raise_if_not_finite()
+        if self._binding.tasks is not None:
+            raise RuntimeError(
+                f"bilevel.inner: commit_() has {self._binding.tasks} sets of weights for one model. Take the one you "
+                "want from loop.weights, whose first dimension is the task, and load it with load_state_dict."
+            )
+        self._binding.check_held(self._z, self._k)
+        self._binding.keep()
+
+    # --- the outer gradient ---
+
+    @overload
+    def hypergrad(  # pyright: ignore[reportOverlappingOverload]  (a Tensor is an Iterable[Tensor] too)
+        self, inputs: Tensor, *, outer: Any = ..., loss: Tensor | None = ..., allow_unused: bool = ...,
+        create_graph: bool = ..., retain_graph: bool = ...,
+    ) -> Tensor: ...  # fmt: skip
+    @overload
+    def hypergrad(
+        self, inputs: Mapping[str, Tensor] | nn.Module, *, outer: Any = ..., loss: Tensor | None = ...,
+        allow_unused: bool = ..., create_graph: bool = ..., retain_graph: bool = ...,
+    ) -> dict[str, Tensor]: ...  # fmt: skip
+    @overload
+    def hypergrad(
+        self, inputs: Iterable[Tensor], *, outer: Any = ..., loss: Tensor | None = ..., allow_unused: bool = ...,
+        create_graph: bool = ..., retain_graph: bool = ...,
+    ) -> list[Tensor]: ...  # fmt: skip
+    def hypergrad(
+        self,
+        inputs: Inputs,
+        *,
+        outer: Any = None,
+        loss: Tensor | None = None,
+        allow_unused: bool = False,
+        create_graph: bool = False,
+        retain_graph: bool = False,
+    ) -> Tensor | list[Tensor] | dict[str, Tensor]:
+        """d g(w_K(λ), λ)/dλ for the inputs, in their structure, as torch.autograd.grad would give it.
+
+        Args:
+            inputs: a tensor, a list, a dict, or a module (a dict of its trainable parameters). The parameters of
+                the inner model itself stand for its initial weights w_0.
+            outer: the batch of g, if it is not that of the last step.
+            loss: another outer loss in place of g, computed from `loop(x)` or `loop.weights`.
+            allow_unused: give zeros for an input that no loss reaches, instead of an error.
+            create_graph: make the result differentiable (engine="unroll" only).
+            retain_graph: keep the graph behind tensors of the batch (an encoder's), to go through it again.
+        """
+        tensors = flatten(inputs)
+        grads = self._gradients(list(tensors.values()), outer, loss, allow_unused, create_graph, retain_graph)
+        named = dict(zip(tensors, grads, strict=True))
+        if isinstance(inputs, Tensor):
+            return named[""]
+        return named if isinstance(inputs, (Mapping, nn.Module)) else list(named.values())
+
+    def backward(
+        self,
+        inputs: Inputs | None = None,
+        *,
+        outer: Any = None,
+        loss: Tensor | None = None,
+        retain_graph: bool = False,
+    ) -> None:
+        """Add d g(w_K(λ), λ)/dλ into the `.grad` of every leaf that h or g reaches, as loss.backward() would.
+
+        The weights of the inner model are no outer variable and get nothing, unless `inputs` names them (as in
+        learning an initialisation). `inputs` restricts the gradient to what it names.
+        """
+        if inputs is not None:
+            wanted = list(flatten(inputs).values())
+            grads = self._gradients(wanted, outer, loss, False, False, retain_graph)
+            torch.autograd.backward(wanted, grads)
+            return
+        found, _ = self._pull(None, outer, loss, False)
+        pairs = [*found.direct.values(), *found.cut.values()]
+        if not pairs:
+            raise ValueError(
+                "bilevel.inner: backward() found no outer variable: nothing that h or g uses requires grad, besides "
+                "the inner weights. Set requires_grad on it before the first step."
+            )
+        if self._binding.share != 1:  # leaf by leaf, since each has to be summed over the ranks
+            behind = [leaf for x, _ in found.cut.values() for leaf in find_leaves(x)[0]]
+            leaves = list({id(x): x for x in (*(x for x, _ in found.direct.values()), *behind)}.values())
+            torch.autograd.backward(leaves, self._collect(leaves, found, {}, True, retain_graph))
+            return
+        with explained():
+            torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs], retain_graph=retain_graph)
+
+    def _gradients(
+        self,
+        wanted: list[Tensor],
+        outer: Any,
+        loss: Tensor | None,
+        allow_unused: bool,
+        create_graph: bool,
+        retain_graph: bool,
+    ) -> list[Tensor]:
+        inner = {id(p) for p in self._binding.parameters.values()}
+        if not self._tape.reaches_start and any(id(x) in inner for x in wanted):
+            raise ValueError(
+                f"bilevel.inner: engine={type(self._engine).__name__} does not go back to the initial weights of "
+                "the model. Use Reverse() without truncate, or Unroll()."
+            )
+        once = list({id(x): x for x in wanted}.values())  # an input may be given under two names
+        if self._binding.own_parameters:  # in the graphs these are w_k; w_0 is reached by the adjoint
+            once = [x for x in once if id(x) not in inner]
+        found, start = self._pull(once, outer, loss, create_graph)
+        return self._collect(wanted, found, start, allow_unused, retain_graph)
+
+    def _collect(
+        self, wanted: list[Tensor], found: Gradients, start: State, allow_unused: bool, retain_graph: bool
+    ) -> list[Tensor]:
+        """The gradients of what is wanted, through the graphs behind cut tensors and w_0 as well."""
+        behind = [*found.cut.values(), *((self._origin[n], d) for n, d in start.items() if n in self._origin)]
+        through: Sequence[Tensor | None] = [None] * len(wanted)
+        if behind:  # once through what lies behind the cut tensors and w_0
+            with explained():
+                through = torch.autograd.grad(
+                    [x for x, _ in behind], wanted, [d for _, d in behind], allow_unused=True, retain_graph=retain_graph
+                )
+        parts: list[Tensor | None] = []
+        for x, extra in zip(wanted, through, strict=True):
+            both = [d for d in (found.direct.get(id(x), (x, None))[1], extra) if d is not None]
+            parts.append(sum(both[1:], both[0]) if both else None)
+        grads: list[Tensor] = []
+        for i, (x, grad) in enumerate(zip(wanted, self._binding.gather(wanted, parts), strict=True)):
+            if grad is None and not allow_unused:
+                before = " No step was taken yet, so that h has no part in it." if self._k == 0 else ""
+                raise ValueError(
+                    f"bilevel.inner: neither loss depends on input {i} (shape {tuple(x.shape)}), so it has no "
+                    f"hypergradient.{before} Check that h or g uses this very tensor, or pass allow_unused=True for "
+                    "zeros."
+                )
+            grads.append(torch.zeros_like(x) if grad is None else grad)
+        return grads
+
+    def _pull(
+        self, wanted: list[Tensor] | None, outer: Any, loss: Tensor | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
+        self._check_open()
+        binding = self._binding
+        binding.check_held(self._z, self._k)
+        self._check_samples()
+        self._monitor.raise_if_not_finite()
+        binding.announce("hypergrad")
+        binding.check_same_on_all_ranks(self._z)
+        end = self._end(outer, loss)
+        try:
+            with torch.enable_grad(), modes_kept(binding), EXCLUSIVE:
+                if self._last is not None:
+                    batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
+                    self._sentinel.examine(*self._last, self._z, self._buffers, batch, wanted)
+                with full_precision():
+                    found, start = self._tape.pull(end, wanted, create_graph)
+                if not binding.all_agree(is_finite(found.values())):
+                    k = self._tape.first_step_not_finite(end)
+                    at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"
+                    raise FloatingPointError(
+                        f"bilevel.inner: the hypergradient is not finite: it stops being so{at or ' somewhere'}, going "
+                        "backwards. A smaller rate, or a loss without √0, 0/0 or log 0 there, may help."
+                    )
+        finally:
+            binding.hold(self._z, self._buffers)
+        return found, start
+
+    def _end(self, outer: Any, loss: Tensor | None) -> End:
+        """The outer loss at z_K."""
+        if loss is not None and outer is not None:
+            raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
+        if loss is not None:
+            return _GivenLoss(self, scalar("loss=", loss))
+        batch = self._outer if outer is None else as_tuple(outer)
+        self._refuse_graph_to_weights("outer=", batch)
+        return _OuterLoss(self, self._outer_loss(), batch)
+
+    def _outer_loss(self) -> Loss:
+        if self._g is None:
+            raise TypeError(
+                "bilevel.inner: there is no g to evaluate. Give it: bilevel.inner(model, h, g), or pass a loss= that is "
+                "computed from loop(x)."
+            )
+        return self._g
+
+    # --- what could make it another loop ---
+
+    def _refuse_graph_to_weights(self, where: str, batch: tuple[Any, ...]) -> None:
+        """A batch that was computed from this loop's weights has a path that a step would not see."""
+        tensors = [x for x in tensors_of(batch) if x.requires_grad and not x.is_leaf]
+        if tensors:
+            inner = {id(p) for p in self._binding.parameters.values()} | {id(x) for x in self._z.values()}
+            stop = {x.grad_fn for x in self._z.values()} - {None}
+            if reaches(tensors, inner, stop):
+                raise ValueError(
+                    f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a graph "
+                    "back to them, of which a step would not see the end. Compute it inside h (or g), or .detach() it "
+                    "if it is meant to be a constant."
+                )
+
+    def _sample(self, k: int, terms: Sequence[Term]) -> None:
+        """Some numbers of each batch that a kept graph refers to, to notice a change that no version tells."""
+        known = {id(x) for _, _, x, _ in self._samples[-8:]}
+        for name, _, batch in terms:
+            for x in tensors_of(batch):
+                if id(x) not in known and x.device.type == "cpu" and x.layout == torch.strided and x.is_contiguous():
+                    self._samples.append((k, name, x, _some_of(x)))
+
+    def _check_samples(self) -> None:
+        for k, name, x, before in self._samples:
+            if not torch.equal(_some_of(x), before) and not bool(torch.isnan(before.double()).any()):
+                raise RuntimeError(
+                    f"bilevel.inner: a tensor in the batch of {name} (shape {tuple(x.shape)}) was changed after step "
+                    f"k = {k} used it (by NumPy, or through .data), and the graph of that step refers to it. Give each "
+                    "step a batch of its own, or take the hypergradient before refilling it."
+                )
+
+    def is_of_earlier_weights(self, leaf: Tensor) -> bool:
+        """Whether a leaf is the weights of an earlier step of this loop."""
+        return getattr(leaf, _OWNER, None) is self._token
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError(
+                "bilevel.inner: this loop's block has ended and its steps are forgotten. Call it inside the `with`; "
+                "commit_() keeps the weights."
+            )
+        refuse_inference_mode()
+
+    def close(self, *, announce: bool = False) -> None:
+        """Forget everything that the loop holds, and put back what was in the model."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if announce:
+                self._binding.announce("end")
+        finally:
+            self._binding.close()
+            self._z, self._origin, self._buffers, self._outer, self._last = {}, {}, {}, (), None
+            self._samples = []
+            self._tape = self._engine.tape()
+            self._monitor = LossMonitor()
+
+
+class _OuterLoss(End):
+    """g on a batch, as a function of z."""
+
+    def __init__(self, loop: Loop, g: Loss, batch: tuple[Any, ...]) -> None:
+        self._loop, self._g = loop, g
+        self._cut: Pairs = []
+        self._batch = cut_graph(batch, self._cut) if loop._tape.replays else batch
+
+    @contextmanager
+    def traced(self, z: State | None = None) -> Generator[Traced]:
+        loop, binding = self._loop, self._loop._binding
+        kept = loop._engine.keeps_graphs
+        with modes_kept(binding), loop._inside(z) as inside, torch.enable_grad():
+            with RecomputationWatch() if kept and not loop._tape.replays else nullcontext():
+                value = binding.loss("g", self._g, inside, self._batch)
+            loop._monitor.record_loss(loop._k + 1, "g", binding.mean_of_loss("g", value.detach()), {})
+            stand_ins = [x for _, x in self._cut]
+            at = {**(loop._z if z is None else z), **inside.weights, **inside.statistics}
+            leaves, connected = find_leaves(value, at.values(), stand_ins)
+            if not binding.own_parameters:
+                refuse_hidden_parameter("g", leaves, binding)
+            if not (connected or (value.requires_grad and not loop._tape.replays)):
+                raise disconnected("g")
+            self.leaves = leaves
+            yield Traced({**inside.weights, **inside.statistics}, {"g": value}, self._cut, leaves, binding.share)
+
+    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
+        with self.traced(z) as traced:
+            return _pull_loss(traced, self._loop._binding, inputs, into)
+
+
+class _GivenLoss(End):
+    """A loss that the user computed from loop(x), loop.weights or the model."""
+
+    is_function = False
+
+    def __init__(self, loop: Loop, loss: Tensor) -> None:
+        self._loop, self._loss = loop, loop._binding.total(loss)
+
+    @contextmanager
+    def traced(self, z: State | None = None) -> Generator[Traced]:
+        loop, binding = self._loop, self._loop._binding
+        own = {f"{n} ": p for n, p in binding.parameters.items()} if binding.own_parameters else {}
+        at = {**{n: x for n, x in loop._z.items() if x.requires_grad}, **own}
+        leaves, connected = find_leaves(self._loss, at.values())
+        stale = any(loop.is_of_earlier_weights(x) for x in leaves)
+        if stale or (own and _older_than(self._loss, {id(p) for p in own.values()}, loop._mark)):
+            raise ValueError(
+                "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
+                "the last step; engine='unroll' takes losses of several steps."
+            )
+        if not binding.own_parameters:
+            refuse_hidden_parameter("loss=", leaves, binding)
+        if not (connected or (self._loss.requires_grad and not loop._tape.replays)):
+            raise disconnected("loss=")
+        self.leaves = leaves
+        with loop._inside():
+            yield Traced(at, {"g": self._loss}, [], leaves, binding.share)
+
+    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
+        with self.traced() as traced:
+            found = _pull_loss(traced, self._loop._binding, inputs, into)
+        a: State = {}
+        for n, x in found.items():  # by loop.weights, and by the model's own parameters
+            name = n.rstrip(" ")
+            a[name] = a[name] + x if name in a else x
+        return a
+
+
+def _pull_loss(traced: Traced, binding: Binding, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
+    """∇_z of the traced loss, over all ranks; what goes to λ directly is added to the sums."""
+    a = traced.vjp({"g": torch.ones_like(traced.to["g"])}, inputs, into)
+    weights = [n for n in traced.at if n.rstrip(" ") in binding.parameters]
+    summed = binding.sum_over_ranks([a.get(n) for n in weights], [traced.at[n] for n in weights])
+    a.update({n: x for n, x in zip(weights, summed, strict=True) if x is not None})
+    return a
+
+
+def _sequence_number() -> int:
+    """A number that grows with every node that autograd makes in this thread."""
+    with torch.enable_grad():
+        return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore
+
+
+def _older_than(loss: Tensor, parameters: set[int], mark: int) -> bool:
+    """Whether a node that reads one of these parameters was made before the mark."""
+    from .graph import nodes
+
+    for node in nodes([loss]):
+        for edge, _ in node.next_functions:
+            if edge is not None and id(getattr(edge, "variable", None)) in parameters and node._sequence_nr() < mark:
+                return True
+    return False
+
+
+def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _some_of(x: Tensor) -> Tensor:
+    flat = x.detach().view(-1)
+    return flat[:: max(1, len(flat) // 257)].clone()
+
+
+def as_tuple(outer: Any) -> tuple[Any, ...]:
+    """The batch of g: a tuple or list is its arguments, anything else the one argument."""
+    return tuple(outer) if isinstance(outer, (tuple, list)) else (outer,)
+
+
+def flatten(inputs: Inputs) -> dict[str, Tensor]:
+    """The tensors of a hypergrad() argument by name, checked."""
+    tensors: dict[str, Tensor] = {}
+    if isinstance(inputs, Tensor):
+        tensors[""] = inputs
+    elif isinstance(inputs, nn.Module):
+        with EXCLUSIVE:
+            tensors.update((n, p) for n, p in inputs.named_parameters() if p.requires_grad)
+    elif isinstance(inputs, Mapping):
+        tensors.update(cast("Mapping[str, Tensor]", inputs))
+    else:
+        tensors.update((str(i), x) for i, x in enumerate(inputs))
+    if not tensors:
+        raise ValueError("bilevel.inner: there is nothing to differentiate for: the inputs are empty.")
+    for n, x in tensors.items():
+        if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"bilevel.inner: the inputs must be tensors, got {type(x).__name__} for {n or 'it'!r}.")
+        if not x.requires_grad:
+            raise ValueError(
+                f"bilevel.inner: the input {n or 'given'} (shape {tuple(x.shape)}, {x.dtype}) does not require grad. "
+                "Set requires_grad_() on it before the first step; only floating-point tensors can have it."
+            )
+    return tensors
+
+
+def refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "bilevel.inner: torch.inference_mode is on, and nothing can be differentiated in it. Leave it for this "
+            "block; torch.no_grad is fine."
+        )
+
+
+__all__ = ["Check", "Inputs", "Loop", "Losses", "as_leaves", "as_tuple", "flatten", "get_gradient_edge"]

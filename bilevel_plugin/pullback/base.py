@@ -1,0 +1,71 @@
+"""The derivative of one step, in two: pull the adjoint through Υ, then pull what that gives through the gradient.
+
+    a·∂Φ/∂(z, λ):   u = a·∂Υ/∂d,   then   a·∂Υ/∂z + ∇_(w, λ) ⟨∇ℓ(w, λ), u⟩
+
+The second part is the same for every optimizer. A pullback is one way to compute it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..binding import Inside
+from ..graph import State, vjp
+from ..step import Evaluated, Step
+
+
+@dataclass
+class Pulled:
+    """What pulling an adjoint through a step gives."""
+
+    adjoint: State  # a·∂Φ/∂z
+    wanted: Sequence[Tensor | None]  # a·∂Φ for what was wanted
+    to: State  # z⁺, as far as its numbers were computed
+    values: State  # of the losses
+
+
+Pull = Callable[[Step, State, State, State, Sequence[Tensor]], Pulled]  # (step, z, buffers, a, wanted)
+
+
+def pull_through(
+    step: Step,
+    z: State,
+    buffers: State,
+    a: State,
+    wanted: Sequence[Tensor],
+    evaluate: Callable[[Step, Inside], Evaluated],
+) -> Pulled:
+    """a·∂Φ/∂z and a·∂Φ for what is wanted; `evaluate` gives the step's direction with a graph."""
+    binding = step.binding
+    with binding.inside(z, buffers, graph=True, statistics=bool(binding.moving)) as inside:
+        found = evaluate(step, inside)
+        after_update = step.update.pull(z, binding.mean_of_direction(found.direction), a, wanted)
+        followed = {n: found.buffers[n] for n in inside.statistics}
+        outputs = {**found.direction, **followed}
+        share = binding.share
+        along = {n: u if share == 1 else u * share for n, u in after_update.cotangent.items()}
+        along.update({n: a[n] for n in followed if n in a})
+        inputs = [*inside.weights.values(), *inside.statistics.values(), *wanted]
+        grads = vjp(outputs, along, inputs)
+        n = len(inside.weights)
+        weights = binding.sum_over_ranks(grads[:n], list(inside.weights.values()))
+    through_gradient = dict(zip((*inside.weights, *inside.statistics), (*weights, *grads[n:]), strict=False))
+    adjoint = {name: x for name, x in after_update.adjoint.items() if name not in inside.statistics}
+    for name, x in through_gradient.items():
+        adjoint[name] = add(adjoint.get(name), x)  # pyright: ignore[reportArgumentType]
+    unknown = found.without_value | frozenset(binding.statistics)
+    to = {name: x for name, x in after_update.to.items() if name.partition("@")[0] not in unknown}
+    return Pulled(
+        {name: x for name, x in adjoint.items() if x is not None},
+        [add(one, other) for one, other in zip(after_update.wanted, grads[len(inputs) - len(wanted) :], strict=True)],
+        to,
+        found.values,
+    )
+
+
+def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """The sum, where None is 0."""
+    return x if y is None else y if x is None else x + y

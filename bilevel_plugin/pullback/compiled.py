@@ -1,0 +1,232 @@
+"""The gradient of a step and its pullback as two pure functions under torch.compile; the update stays as it is.
+
+No graph lives between the two, and what the pullback does not need of the gradient (its value, for one) is never
+computed. A step of a kind that was not seen before runs eagerly, since that is how the outer variables are found.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo import config, lookup_backend
+from torch._dynamo.exc import TorchDynamoException
+
+from ..binding import Binding, Inside, Loss
+from ..graph import State, as_leaves
+from ..kernels import NORMALISATIONS, full_precision
+from ..step import Moved, Step
+from . import lean
+from .base import Pulled, add
+
+_CACHE: dict[object, _Functions] = {}  # a compiled function outlives the block that it was made in
+_MOST = 8
+
+
+class _Functions:
+    """For one model and its losses: the gradient, and its pullback."""
+
+    def __init__(self, binding: Binding, losses: Sequence[Loss]) -> None:
+        self.touched: frozenset[str] = frozenset()  # the weights that the losses read
+        self._seen: list[Tensor] = []
+        names = tuple(binding.parameters)
+
+        def evaluate(w: State, rates: list[Tensor], buffers: State, batches: list[Any], graph: bool) -> Any:
+            copies = {n: b.clone() for n, b in buffers.items()}
+            values: list[Tensor] = []
+            with binding.swapped({**w, **copies}) as inside:
+                for loss, batch in zip(losses, batches, strict=True):
+                    values.append(binding.total(binding.call(loss, inside, batch)))
+                after = inside.buffers()
+            weighted = [c * value for c, value in zip(rates, values, strict=True)]
+            total = sum(weighted[1:], weighted[0])
+            with torch.autocast("cpu", enabled=False):
+                grads = torch.autograd.grad(total, [w[n] for n in names], create_graph=graph, allow_unused=True)
+            return dict(zip(names, grads, strict=True)), [v.detach() for v in values], after
+
+        def gradient(z: State, rates: list[Tensor], buffers: State, batches: list[Any]) -> Any:
+            d, values, after = evaluate(as_leaves(z), rates, buffers, batches, False)
+            d = {n: None if x is None else x.detach() for n, x in d.items()}
+            return d, values, {n: b.detach() for n, b in after.items()}
+
+        def pull(z: State, u: State, rates: list[Tensor], buffers: State, batches: list[Any], wanted: Any) -> Any:
+            w = as_leaves(z)
+            d, values, _ = evaluate(w, rates, buffers, batches, True)
+            outputs = [d[n] for n in u if d[n] is not None and d[n].requires_grad]
+            along = [u[n] for n in u if d[n] is not None and d[n].requires_grad]
+            inputs = [*(w[n] for n in names), *wanted]
+            with torch.autocast("cpu", enabled=False):
+                return torch.autograd.grad(outputs, inputs, along, allow_unused=True), values
+
+        self._gradient, self._pull = (
+            torch.compile(_with_code_of_its_own(f), fullgraph=True, dynamic=False, backend=self._watched)
+            for f in (gradient, pull)
+        )
+
+    def _watched(self, graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
+        """Inductor's code, which also notes what the graph was given: closed-over tensors are among it."""
+        run: Callable[..., Any] = lookup_backend("inductor")(graph, example)
+
+        def watched(*args: Any) -> Any:
+            self._seen = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+            return run(*args)
+
+        return watched
+
+    def gradient(self, z: State, *args: Any) -> tuple[State, list[Tensor], State, list[Tensor]]:
+        """The direction, the losses, the buffers, and the tensors that require grad."""
+        with config.patch(trace_autograd_ops=True):
+            d, values, buffers = self._gradient({n: x.detach() for n, x in z.items()}, *args)
+        d = {n: x for n, x in d.items() if x is not None}
+        self.touched = frozenset(d)
+        seen, self._seen = self._seen, []  # the cache outlives the block, and must not hold what the block was given
+        return d, values, buffers, seen
+
+    def pull(self, z: State, u: State, *args: Any) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+        with config.patch(trace_autograd_ops=True):
+            grads, values = self._pull({n: x.detach() for n, x in z.items()}, u, *args)
+        self._seen = []
+        return grads, values
+
+
+def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose code object is new: the compiler counts recompilations by it, and gives up at the ninth."""
+    code = function.__code__.replace()
+    return types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+class Compiler:
+    """What the steps of one loop share: which kinds of steps were seen, and whether to go on compiling."""
+
+    def __init__(self) -> None:
+        self._kinds: set[object] = set()
+        self.off = False
+
+    def step(self, *args: Any) -> Step:
+        return CompiledStep(self, *args)
+
+    def is_known(self, step: Step) -> bool:
+        return not self.off and tuple(t.name for t in step.terms) in self._kinds and bool(step.terms)
+
+    def look_at(self, step: Step, before: list[bool], draws: bool) -> None:
+        """After the first, eager, step of a kind: can those like it be compiled?"""
+        if self.off:
+            return
+        self._kinds.add(tuple(t.name for t in step.terms))
+        binding = step.binding
+        after = [m.training for m in binding.modules]
+        judged = [a and b for a, b, m in zip(before, after, binding.modules, strict=True) if isinstance(m, NORMALISATIONS)]
+        if draws:
+            self.give_up("the step draws random numbers, and compiled code would draw others")
+        elif binding.weight_norm:
+            self.give_up("the model has weight_norm, whose compiled second derivative is wrong")
+        elif binding.moving and not all(judged):
+            self.give_up("a loss reads running statistics in eval mode, whose derivative is not compiled")
+        elif any(torch.is_autocast_enabled(kind) for kind in binding.device_types):
+            self.give_up("it is under autocast")
+
+    def give_up(self, why: str) -> None:
+        self.off = True
+        warnings.warn(f"bilevel.Reverse: compile=True is off for this loop, which runs eagerly: {why}.", stacklevel=2)
+
+    def failed(self, error: Exception) -> None:
+        if not self.off:
+            self.give_up(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
+
+
+class CompiledStep(Step):
+    """Φ_k whose gradient is compiled, if a step like it was run before."""
+
+    __slots__ = ("_compiler",)
+
+    def __init__(self, compiler: Compiler, *args: Any) -> None:
+        super().__init__(*args)
+        self._compiler = compiler
+
+    def arguments(self, buffers: State, z: State) -> tuple[Any, ...]:
+        like = next(iter(self.binding.parameters.values()))
+        rates = [torch.as_tensor(c, dtype=like.dtype, device=like.device) for c in self.weights]
+        held = {n: (z[n] if n in z else buffers[n]).detach() for n in self.binding.buffers}
+        return rates, held, [t.batch for t in self.terms]
+
+    def functions(self) -> _Functions:
+        losses = [t.loss for t in self.terms]
+        key = self.binding.key, *losses
+        if key not in _CACHE:
+            if len(_CACHE) >= _MOST:
+                del _CACHE[next(iter(_CACHE))]
+            _CACHE[key] = _Functions(self.binding, losses)
+        return _CACHE[key]
+
+    def move(
+        self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None
+    ) -> Moved:
+        binding = self.binding
+        if not graph and self._compiler.is_known(self):
+            try:
+                with binding.twice_differentiable():
+                    w = {n: z[n] for n in binding.parameters}
+                    d, values, after, seen = self.functions().gradient(w, *self.arguments(buffers, z))
+                if any(x.grad_fn is not None for x in seen):
+                    raise TorchDynamoException("a loss or rate uses a tensor with a graph of its own (pass it in the batch)")
+            except TorchDynamoException as error:
+                self._compiler.failed(error)
+            else:
+                named = dict(zip((t.name for t in self.terms), values, strict=True))
+                means = {n: binding.mean_of_loss(n, x) for n, x in named.items()}
+                with torch.no_grad():
+                    to = self.update(z, binding.mean_of_direction(d))
+                moved = self.finish(z, buffers, to, after, named, means, leaves=seen)
+                moved.moved = tuple(d)
+                if within is not None:
+                    within(moved)
+                return moved
+        before, random = [m.training for m in binding.modules], torch.get_rng_state()
+        moved = super().move(z, buffers, graph=graph, within=within)
+        if not self._compiler.is_known(self):
+            self._compiler.look_at(self, before, not torch.equal(random, torch.get_rng_state()))
+        return moved
+
+    def compiled_pull(self, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled | None:
+        """a·∂Φ by compiled functions, or None where they can't."""
+        binding = self.binding
+        if not self._compiler.is_known(self) or any(n in a for n in binding.statistics):
+            return None
+        functions, arguments = self.functions(), self.arguments(buffers, z)
+        w = {n: z[n] for n in binding.parameters}
+        try:
+            with binding.twice_differentiable():
+                if self.update.reads_direction or not functions.touched:
+                    d, *_ = functions.gradient(w, *arguments)
+                else:
+                    d = {n: z[n].new_zeros(()).expand_as(z[n]) for n in functions.touched}
+                update = self.update.pull(z, binding.mean_of_direction(d), a, wanted)
+                u = {n: x * binding.share for n, x in update.cotangent.items()}
+                grads, values = functions.pull(w, u, *arguments, list(wanted))
+        except TorchDynamoException as error:
+            self._compiler.failed(error)
+            return None
+        n = len(w)
+        weights = binding.sum_over_ranks(grads[:n], list(w.values()))
+        adjoint = dict(update.adjoint)
+        for name, x in zip(w, weights, strict=True):
+            if (total := add(adjoint.get(name), x)) is not None:
+                adjoint[name] = total
+        rest = [add(x, y) for x, y in zip(update.wanted, grads[n:], strict=True)]
+        named = dict(zip((t.name for t in self.terms), values, strict=True))
+        return Pulled(adjoint, rest, update.to if self.update.reads_direction else {}, named)
+
+
+def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
+    """The compiled pullback of a compiled step; for any other the lean one."""
+    found = step.compiled_pull(z, buffers, a, wanted) if isinstance(step, CompiledStep) else None
+    return lean.pull(step, z, buffers, a, wanted) if found is None else found
+
+
+__all__ = ["Compiler", "Inside", "full_precision", "pull"]

@@ -1,0 +1,21 @@
+"""Double backward: the gradient with its graph, differentiated once more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..binding import Inside
+from ..graph import State
+from ..step import Evaluated, Step
+from .base import Pulled, pull_through
+
+
+def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
+    """∇⟨∇ℓ, u⟩ for any step."""
+    return pull_through(step, z, buffers, a, wanted, _evaluate)
+
+
+def _evaluate(step: Step, inside: Inside) -> Evaluated:
+    return step.evaluate(inside, create_graph=True)

@@ -1,0 +1,352 @@
+"""What a step saw, so that it can be run again, and the proof that it ended as it did at first.
+
+What a step depends on besides z is found in the autograd graph of its losses, never registered:
+
+- tensors of the batch that require grad are *cut*: the losses see a stand-in leaf, and the gradient that gathers there
+  goes on into the tensor's own graph once, when all steps are done. So are rates that have a graph;
+- everything else that requires grad (closed over, parameters of other modules, rates) is a *leaf* of the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .binding import Binding, Inside
+from .graph import Gradients, Pairs, RecomputationWatch, State, Traced, find_leaves, norm, tensors_of
+from .kernels import EXCLUSIVE
+from .pullback.base import Pull, Pulled
+from .step import LossMonitor, Moved, Step, disconnected
+
+_IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
+
+
+class Conditions:
+    """What a call saw besides its arguments: train/eval modes, autocast, random numbers."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._modes = [m.training for m in binding.modules]
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
+        self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two calls that drew no random numbers saw the same."""
+        if not isinstance(other, Conditions) or self.draws or other.draws or self._binding is not other._binding:
+            return False
+        return self._modes == other._modes and self._autocast == other._autocast
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call drew random numbers."""
+        return self._random is not None
+
+    @property
+    def autocast(self) -> bool:
+        return any(on for on, _ in self._autocast.values())
+
+    def end_of_call(self) -> None:
+        """Drop the random state if nothing was drawn from it."""
+        now = _random_states(self._binding.devices)
+        if self._random is not None and all(torch.equal(s, now[d]) for d, s in self._random.items()):
+            self._random = None
+
+    @property
+    def precision(self) -> float:
+        """The rounding unit of the coarsest type that the call computed in."""
+        types = [p.dtype for p in self._binding.parameters.values()]
+        types += [dtype for on, dtype in self._autocast.values() if on]
+        return max(torch.finfo(t).eps for t in types)
+
+    @contextmanager
+    def replaying(self, *, autocast: bool = True) -> Generator[None]:
+        """The same conditions once more; those of the caller come back at the end."""
+        modules = self._binding.modules
+        with EXCLUSIVE, ExitStack() as stack:
+            modes = [m.training for m in modules]
+            random = None if self._random is None else _random_states(self._binding.devices)
+            for kind, (on, dtype) in self._autocast.items():
+                on = on and autocast
+                if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))
+            try:
+                _set_modes(modules, self._modes)
+                _set_random_states(self._random)
+                yield
+            finally:
+                _set_modes(modules, modes)
+                _set_random_states(random)
+
+
+@contextmanager
+def modes_kept(binding: Binding) -> Generator[None]:
+    """Train and eval modes that a loss sets inside do not stay."""
+    modes = [m.training for m in binding.modules]
+    try:
+        yield
+    finally:
+        _set_modes(binding.modules, modes)
+
+
+def _set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        if module.training != mode:
+            module.training = mode
+
+
+def _random_states(devices: set[torch.device]) -> dict[torch.device | None, Tensor]:
+    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
+    for d in devices:
+        module = torch.get_device_module(d)
+        states[d] = module.get_rng_state() if d.type == "mps" else module.get_rng_state(d)
+    return states
+
+
+def _set_random_states(states: dict[torch.device | None, Tensor] | None) -> None:
+    for d, state in (states or {}).items():
+        if d is None:
+            torch.set_rng_state(state)
+        elif d.type == "mps":
+            torch.get_device_module(d).set_rng_state(state)
+        else:
+            torch.get_device_module(d).set_rng_state(state, d)
+
+
+class RecordedStep:
+    """A step that was taken, and what it takes to run it again.
+
+    `buffers` are those of the model before the step that are not part of z. A loop may have thousands of steps: what
+    one has in common with the one before, the two share.
+    """
+
+    __slots__ = ("_names", "_values", "_versions", "buffers", "conditions", "cut", "leaves", "step")
+
+    def __init__(self, step: Step, buffers: State, cut: Pairs) -> None:
+        self.step, self.buffers, self.cut = step, buffers, cut
+        self.conditions: Conditions | None = None
+        self.leaves: list[Tensor] = []
+        self._names: tuple[str, ...] = ()
+        self._values: tuple[float | Tensor, ...] = ()  # of the losses, to compare with
+        self._versions: list[tuple[str, Tensor, int]] = []
+
+    @property
+    def k(self) -> int:
+        return self.step.k
+
+    def take(
+        self, z: State, monitor: LossMonitor, *, graph: bool = False, within: Callable[[Traced], None] | None = None
+    ) -> Moved:
+        """The step itself, for the first time: what it saw is remembered.
+
+        `within` gets the step with its graph, as long as the model has its weights.
+        """
+        binding = self.step.binding
+
+        def note(moved: Moved) -> None:
+            self._note(moved, z, monitor)
+            if within is not None:
+                within(Traced(moved.at, moved.to, self.cut, self.leaves))
+
+        with EXCLUSIVE:  # between the two looks at the random state nobody else's step may draw
+            conditions = Conditions(binding)
+            moved = self.step.move(z, self.buffers, graph=graph, within=note)
+            conditions.end_of_call()
+        self.conditions = conditions
+        if graph and binding.own_parameters:  # the graph ends here; a weight that was not moved is the parameter itself
+            own = {id(p) for p in binding.parameters.values()}
+            moved.to = {n: x.detach().clone() if id(x) in own else x.detach() for n, x in moved.to.items()}
+        return moved
+
+    def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[str]) -> Moved:
+        """The step itself, attached to the graph of z; nothing is remembered. `known` has losses seen before."""
+        step, binding = self.step, self.step.binding
+        new = [t.name for t in step.terms if t.name not in known]
+        with RecomputationWatch() if new else nullcontext():
+            moved = step.move(z, self.buffers, graph=True)
+        for name, mean in moved.means.items():
+            monitor.record_loss(self.k, name, mean, z)
+        for name, value in zip(moved.values, moved.weighted, strict=True):
+            if name in new:
+                leaves_of_loss(name, value, moved.at, binding, ())
+        known.update(new)
+        return moved
+
+    def _note(self, moved: Moved, z: State, monitor: LossMonitor) -> None:
+        binding = self.step.binding
+        for name, mean in moved.means.items():
+            monitor.record_loss(self.k, name, mean, z)
+        self._names = tuple(moved.values)
+        self._values = tuple(x.item() if x.device.type == "cpu" else x for x in moved.values.values())
+        state = {**moved.at, **binding.parameters} if binding.own_parameters else moved.at
+        stand_ins = [x for _, x in self.cut]
+        if moved.leaves is not None:
+            ids = {id(x) for x in stand_ins}
+            self._add_leaves(x for x in moved.leaves if id(x) not in ids)
+        for name, value in zip(self._names, moved.weighted, strict=False):
+            self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins))
+        for option in self.step.update.options:
+            self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
+        self._versions = [
+            (_IN_BATCH[n], x, x._version) for n, _, batch in self.step.terms for x in tensors_of(batch)
+        ]
+        self._versions += [("an outer variable", x, x._version) for x in self.leaves]
+
+    def _add_leaves(self, found: Iterable[Tensor]) -> None:
+        known = {id(x) for x in self.leaves}
+        self.leaves += [x for x in found if id(x) not in known]
+
+    def share_with(self, before: RecordedStep | None) -> None:
+        """Hold the same objects as the step before, where they are equal."""
+        if before is None:
+            return
+        for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
+            if alike(mine := getattr(before, name), getattr(self, name)):
+                setattr(self, name, mine)
+        for name in ("terms", "weights", "update"):
+            if alike(mine := getattr(before.step, name), getattr(self.step, name)):
+                setattr(self.step, name, mine)
+
+    # --- running it again ---
+
+    @contextmanager
+    def _replaying(self) -> Generator[None]:
+        assert self.conditions is not None
+        self._check_unchanged()
+        with self.conditions.replaying():
+            yield
+
+    def replay(self, z: State) -> State:
+        """z⁺, run again."""
+        with self._replaying():
+            moved = self.step.move(z, self.buffers, graph=False)
+        self._check_values(moved.values)
+        return moved.to
+
+    @contextmanager
+    def traced(self, z: State) -> Generator[Traced]:
+        """The step run again, with its graph; with own parameters, the graph is good for as long as this lasts."""
+        binding = self.step.binding
+        with self._replaying():
+            step = self.step
+            with binding.inside(z, self.buffers, graph=True, statistics=True) as inside:
+                found = step.evaluate(inside, create_graph=True)
+                at = {**z, **inside.weights, **inside.statistics}
+                with torch.enable_grad():
+                    to = step.update(at, binding.mean_of_direction(found.direction))
+                to.update({n: found.buffers[n] for n in binding.statistics})
+                self._check_values(found.values)
+                yield Traced(at, to, self.cut, self.leaves)
+
+    def trace(self, z: State) -> Traced:
+        """The step run again, with a graph that stays (where weights are swapped in)."""
+        with self._replaying():
+            moved = self.step.move(z, self.buffers, graph=True)
+        self._check_values(moved.values)
+        return Traced(moved.at, moved.to, self.cut, self.leaves)
+
+    def pull(self, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients, how: Pull) -> Pulled:
+        """a·∂Φ/∂z at z; a·∂Φ/∂λ is added to the sums, for `inputs`, or for every leaf if None."""
+        wanted = self.leaves if inputs is None else inputs
+        with self._replaying():
+            pulled = how(self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted])
+        self._check_values(pulled.values)
+        into.collect(self.cut, wanted, pulled.wanted)
+        return pulled
+
+    def _check_unchanged(self) -> None:
+        for what, x, version in self._versions:
+            if x._version != version:
+                raise RuntimeError(
+                    f"bilevel.inner: {what} (shape {tuple(x.shape)}) was changed in place after step k = {self.k} used "
+                    "it, so the step can't be run again as it was. Take the hypergradient before changing it, or step "
+                    "on a clone."
+                )
+
+    def _check_values(self, values: State) -> None:
+        """Run again, a loss must have the value that it had."""
+        assert self.conditions is not None
+        for value, before in zip(values.values(), self._values, strict=True):
+            if value.device.type == "meta" or (isinstance(before, float) and value.item() == before):
+                continue
+            unit = torch.finfo(value.dtype).eps
+            allowed = 1000 * unit if value.device.type == "cpu" else max(1000 * unit, self.conditions.precision**0.5)
+            if not abs(float(value) - float(before)) <= allowed * abs(float(before)) + torch.finfo(value.dtype).tiny:
+                raise ended_elsewhere(self.k)
+
+    def check_end(self, z: State, to: State, after: State) -> None:
+        """Run again, a step must end where it ended: what changed in between would make the gradient wrong."""
+        assert self.conditions is not None
+        mine = {n: x.detach() for n, x in to.items() if n in after and x.is_floating_point()}
+        if not mine or all(x.device.type == "cpu" and torch.equal(x, after[n]) for n, x in mine.items()):
+            return
+        with torch.no_grad():
+            off = norm(x - after[n] for n, x in mine.items())
+            size = norm(after[n] for n in mine)
+            length = norm(z[n] - after[n] for n in mine if n in z)
+            drift = off / (length + torch.finfo(size.dtype).eps * size + torch.finfo(size.dtype).tiny)
+        if drift.device.type != "meta" and not float(drift) <= self.conditions.precision**0.5:
+            raise ended_elsewhere(self.k)
+
+    # --- what an engine weighs ---
+
+    @property
+    def kind(self) -> object:
+        """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
+        return self._names, tuple((x.shape, x.dtype) for x in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """What the step was given, besides its state."""
+        return [*(x for _, x, _ in self._versions), *self.buffers.values()]
+
+
+def leaves_of_loss(name: str, value: Tensor, state: State, binding: Binding, known: Sequence[Tensor]) -> list[Tensor]:
+    """The outer variables that the loss depends on; refuses a loss that does not depend on the weights as it should."""
+    found, connected = find_leaves(value, state.values(), known, twice=True)
+    if not binding.own_parameters:
+        refuse_hidden_parameter(name, found, binding)
+    if not connected:
+        raise disconnected(name)
+    return found
+
+
+def refuse_hidden_parameter(name: str, leaves: Iterable[Tensor], binding: Binding) -> None:
+    """Where weights are swapped in, a loss must not get at the model's own parameters by another way."""
+    own = {id(p): n for n, p in binding.parameters.items()}
+    hidden = next((own[id(x)] for x in leaves if id(x) in own), None)
+    if hidden is not None:
+        raise RuntimeError(
+            f"bilevel.inner: {name} uses the parameter {hidden!r} by a reference that was made before (a list of "
+            "parameters, in the loss or in a module), which does not see the weights of this loop. Take it from the "
+            "model inside the loss (model.parameters()), or use engine='reverse' without memory= and tasks=."
+        )
+
+
+def ended_elsewhere(k: int) -> RuntimeError:
+    return RuntimeError(
+        f"bilevel.inner: step k = {k}, run again for the hypergradient, ended elsewhere or saw another "
+        "loss. Something that h or g reads has changed since, and is no tensor of the batch: a closed-over "
+        "tensor or number, Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, "
+        "draw with torch, or use engine='unroll', which runs nothing again."
+    )
+
+
+def alike(x: Any, y: Any) -> bool:
+    """Whether two of our own containers hold the very same tensors, and equal numbers and names."""
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, (tuple, list)):
+        return len(x) == len(y) and all(map(alike, x, y))
+    if isinstance(x, dict):
+        return x.keys() == y.keys() and all(alike(x[n], y[n]) for n in x)
+    return isinstance(x, (int, float, str, Conditions)) and x == y
+
+
+__all__ = ["Conditions", "Inside", "RecordedStep"]
