@@ -17,6 +17,7 @@ hold the numbers of the current state.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -27,11 +28,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .graph import State
+from .graph import State, sequence_number
 from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, twice_differentiable
 
 Loss = Callable[..., Tensor]
 _RUNNING = ("running_mean", "running_var")
+_EVALUATING = threading.local()
+
+
+NESTED: set[int] = set()  # ids of the parameters that blocks inside of losses have trained, since it was last cleared
+
+
+def evaluating_loss() -> int:
+    """How many losses are being evaluated in this thread, one inside the other."""
+    return getattr(_EVALUATING, "depth", 0)
 
 
 @dataclass
@@ -79,6 +89,7 @@ class Binding:
         self.weight_norm = any(type(m).__name__ == "_WeightNorm" for m in self.modules)
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: _Session | None = None
+        self.opened = 0  # when the block was opened, in autograd's own count
         self._held: State | None = None  # the state whose numbers the model's own tensors have
         self._versions: list[int] = []
 
@@ -152,6 +163,7 @@ class Binding:
     def open(self) -> None:
         """Take hold of the model, until `close`."""
         self._session = _Session.open(self)
+        self.opened = sequence_number()
 
     def close(self) -> None:
         """Put back what was in the model."""
@@ -177,6 +189,10 @@ class Binding:
                 if new is not b:
                     b.copy_(new)
         self._held = z
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """The parameters were written to by us: only what comes after is a change by hand."""
         self._versions = [p._version for p in self.parameters.values()]
 
     def check_held(self, z: State, k: int) -> None:
@@ -285,6 +301,7 @@ class Binding:
     def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
         """loss(model, *batch), checked."""
         self.check_batch(name, batch)
+        _EVALUATING.depth = evaluating_loss() + 1
         versions = [x._version for x in inside.weights.values()]
         try:
             value = self.call(lambda *args: scalar(name, loss(*args)), inside, batch)
@@ -292,6 +309,7 @@ class Binding:
             _check_arguments(name, loss, self.model, batch, error)
             raise
         finally:
+            _EVALUATING.depth -= 1
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
             torch.clear_autocast_cache()
@@ -366,6 +384,8 @@ class _Session:
             session = cls(binding)
             for p in binding.parameters.values():
                 cls._open.setdefault(id(p), []).append(session)
+            if evaluating_loss():
+                NESTED.update(map(id, binding.parameters.values()))
             for m in session._dense:  # a sparse gradient has no derivative; the dense one has the same numbers
                 m.sparse = False
             return session
@@ -412,6 +432,9 @@ class _Session:
             m.training = mode
         for m in self._dense:
             m.sparse = True
+        for stack in (self._open.get(id(p)) for p in self.binding.parameters.values()):
+            if stack:
+                stack[-1].binding.note_versions()
 
 
 def _places(

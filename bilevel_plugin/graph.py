@@ -142,11 +142,17 @@ def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]
 
 
 def find_leaves(
-    root: Tensor, state: Iterable[Tensor] = (), known: Iterable[Tensor] = (), *, twice: bool = False
+    root: Tensor,
+    state: Iterable[Tensor] = (),
+    known: Iterable[Tensor] = (),
+    *,
+    twice: bool = False,
+    since: int | None = None,
 ) -> tuple[list[Tensor], bool]:
     """The leaves that the graph of root ends in, other than the state and the known ones; whether it meets the state.
 
-    With `twice`, what has no second derivative is refused on the way.
+    With `twice`, what has no second derivative is refused on the way. With `since`, so is a node that reads the state
+    and is older than that.
     """
     state = tuple(state)
     ids = {id(x) for x in state}
@@ -161,19 +167,61 @@ def find_leaves(
             met = met or id(leaf) in ids
             if id(leaf) not in passed:
                 found.append(leaf)
-        elif node in stop:
+            continue
+        if node in stop:
             met = True
-        elif twice and (kind in _SUSPECTS or _is_suspect(kind)):
+            continue
+        if twice and (kind in _SUSPECTS or _is_suspect(kind)):
             _refuse_node(node)
+        if since is not None and node._sequence_nr() < since and _reads(node, ids, stop):
+            raise ValueError(
+                "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, "
+                "and carries a graph back to them, of which the step would not see the end. Compute it inside h (or "
+                "g), or .detach() it if it is meant to be a constant."
+            )
     return found, met
 
 
-def reaches(roots: Iterable[Tensor], targets: Collection[int], stop: Collection[Any]) -> bool:
-    """Whether a graph ends in a leaf of these ids, or passes a node to stop at."""
-    for node in nodes(roots, stop):
-        if node in stop or (type(node) is _LEAF and id(node.variable) in targets):
+def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
+    """Whether a node reads one of these leaves, or a tensor that one of these nodes made."""
+    for edge, _ in node.next_functions:
+        if edge is not None and (edge in stop or (type(edge) is _LEAF and id(edge.variable) in leaves)):
             return True
     return False
+
+
+def reaches(roots: Iterable[Tensor], leaves: Collection[int], stop: Collection[Any], since: int) -> bool:
+    """Whether a graph passes a node to stop at, or reads one of these leaves by a node not older than `since`."""
+    return any(
+        node in stop or (node._sequence_nr() >= since and _reads(node, leaves, stop)) for node in nodes(roots, stop)
+    )
+
+
+def reads_since(root: Tensor, leaf: Tensor, state: Iterable[Tensor], since: int) -> bool:
+    """Whether a node of the graph, down to the state, reads this leaf and is not older than `since`."""
+    stop = {x.grad_fn for x in state} - {None}
+    return any(
+        node not in stop and node._sequence_nr() >= since and _reads(node, {id(leaf)}, ()) for node in nodes([root], stop)
+    )
+
+
+def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
+    """The leaves that a graph reads by nodes not older than `since`, and by no older ones."""
+    found: dict[int, Tensor] = {}
+    old: set[int] = set()
+    for node in nodes(roots):
+        for edge, _ in node.next_functions:
+            if edge is not None and type(edge) is _LEAF:
+                found[id(edge.variable)] = edge.variable
+                if node._sequence_nr() < since:
+                    old.add(id(edge.variable))
+    return [x for key, x in found.items() if key not in old]
+
+
+def sequence_number() -> int:
+    """A number that grows with every node that autograd makes in this thread."""
+    with torch.enable_grad():
+        return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore
 
 
 _SUSPECTS: set[type] = set()  # classes of nodes that have to be looked at, each time
@@ -186,7 +234,6 @@ def _is_suspect(kind: type) -> bool:
         return False
     name, forward = kind.__name__, getattr(kind, "_forward_cls", None)
     suspect = name.startswith(("EmbeddingBag", "EmbeddingBackward", "WeightNormInterface", "CtcLoss"))
-    suspect = suspect or name == "CheckpointFunctionBackward"
     suspect = suspect or name in ("CompiledFunctionBackward", "CompiledFunction", "CdistBackward0")
     suspect = suspect or getattr(getattr(forward, "backward", None), "__code__", None) is _ONCE
     (_SUSPECTS if suspect else _HARMLESS).add(kind)
@@ -277,6 +324,8 @@ class RecomputationWatch(TorchFunctionMode):
     backward pass, and would find other weights there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__self__", None) is not None and getattr(func.__self__, "__name__", "") == "CheckpointFunction":
+            raise RuntimeError(_RECOMPUTES)
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
         if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
             raise RuntimeError(_RECOMPUTES)

@@ -8,12 +8,11 @@ from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
-from .binding import Binding, Inside, Loss, scalar
+from .binding import Binding, Inside, Loss, evaluating_loss, scalar
 from .graph import (
     Gradients, Pairs, RecomputationWatch, State, Traced, as_leaves, cut_graph, explained, find_leaves, is_finite, reaches,
-    tensors_of,
+    sequence_number, tensors_of,
 )  # fmt: skip
 from .hypergrad import Engine
 from .hypergrad.base import End
@@ -23,7 +22,7 @@ from .replay import Conditions, RecordedStep, modes_kept, refuse_hidden_paramete
 from .sentinel import Sentinel
 from .solvers import StepRule
 from .step import LossMonitor, Step, Term, disconnected
-from .updates import Transform, Transformed, UpdateRule, hooks_of
+from .updates import Transform, Transformed, Update, UpdateRule, hooks_of
 
 Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
 Check = Literal["first", "always", False]
@@ -51,6 +50,12 @@ class Loop:
         check: Check,
     ) -> None:
         refuse_inference_mode()
+        if evaluating_loss() and torch.is_grad_enabled() and engine.tape().replays:
+            raise RuntimeError(
+                f"bilevel.inner: a block inside of a loss has engine={type(engine).__name__}, whose result has no graph "
+                "that the loss could be differentiated through. Use engine='unroll' for it, or torch.no_grad() around "
+                "it if it is meant to be a constant."
+            )
         self._binding, self._rule, self._update, self._clip, self._engine = binding, rule, update, clip, engine
         self._h, self._g = losses
         self._origin = binding.initial_weights()
@@ -68,11 +73,11 @@ class Loop:
         self._outer: tuple[Any, ...] = ()
         self._monitor = LossMonitor()
         self._sentinel = Sentinel(binding, losses, check)
-        self._last: tuple[Step, Conditions | None, list[Tensor]] | None = None
+        self._last: tuple[Step, Conditions | None] | None = None
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
         self._k = 0
         self._token = object()
-        self._mark = _sequence_number()
+        self._mark = sequence_number()
         self._closed = False
 
     # --- the inner loop ---
@@ -103,8 +108,7 @@ class Loop:
             weights = weights[:1]
         if cut is not None:
             terms = [Term(t.name, t.loss, cut_graph(t.batch, cut)) for t in terms]
-            weights = [c if not isinstance(c, Tensor) or c.is_leaf else cut_graph((c,), cut)[0] for c in weights]
-        step = self._tape.make_step(k, binding, terms, weights, self._update_at(k, cut))
+        step = self._tape.make_step(k, binding, terms, weights, self._update_at(k))
         recorded = RecordedStep(step, self._buffers, cut or [])
         with EXCLUSIVE:
             moved = self._tape.step(recorded, self._z, self._monitor)
@@ -114,14 +118,14 @@ class Loop:
             binding.hold(self._z, self._buffers)
         if self._engine.keeps_graphs:
             self._sample(k, step.terms)
-        self._last = step, recorded.conditions, recorded.leaves
+        self._last = step, recorded.conditions
         for x in self._z.values():
             setattr(x, _OWNER, self._token)  # to tell a loss= of earlier weights
-        self._mark = _sequence_number()
+        self._mark = sequence_number()
         return Losses(moved.means.get("h"), moved.means.get("g"))
 
-    def _update_at(self, k: int, cut: Pairs | None) -> Any:
-        update = self._update.at_step(k, cut)
+    def _update_at(self, k: int) -> Update:
+        update = self._update.at_step(k)
         hooks = hooks_of(self._binding.parameters)
         transforms = [t for t in (hooks, self._clip) if t is not None]
         if not transforms:
@@ -341,7 +345,7 @@ class Loop:
             with torch.enable_grad(), modes_kept(binding), EXCLUSIVE:
                 if self._last is not None:
                     batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
-                    self._sentinel.examine(*self._last, self._z, self._buffers, batch, wanted)
+                    self._sentinel.examine(*self._last, self._z, self._buffers, batch)
                 with full_precision():
                     found, start = self._tape.pull(end, wanted, create_graph)
                 if not binding.all_agree(is_finite(found.values())):
@@ -381,7 +385,7 @@ class Loop:
         if tensors:
             inner = {id(p) for p in self._binding.parameters.values()} | {id(x) for x in self._z.values()}
             stop = {x.grad_fn for x in self._z.values()} - {None}
-            if reaches(tensors, inner, stop):
+            if reaches(tensors, inner, stop, self._binding.opened):
                 raise ValueError(
                     f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a graph "
                     "back to them, of which a step would not see the end. Compute it inside h (or g), or .detach() it "
@@ -453,7 +457,7 @@ class _OuterLoss(End):
             at = {**(loop._z if z is None else z), **inside.weights, **inside.statistics}
             leaves, connected = find_leaves(value, at.values(), stand_ins)
             if not binding.own_parameters:
-                refuse_hidden_parameter("g", leaves, binding)
+                refuse_hidden_parameter("g", value, at.values(), leaves, binding)
             if not (connected or (value.requires_grad and not loop._tape.replays)):
                 raise disconnected("g")
             self.leaves = leaves
@@ -477,15 +481,19 @@ class _GivenLoss(End):
         loop, binding = self._loop, self._loop._binding
         own = {f"{n} ": p for n, p in binding.parameters.items()} if binding.own_parameters else {}
         at = {**{n: x for n, x in loop._z.items() if x.requires_grad}, **own}
-        leaves, connected = find_leaves(self._loss, at.values())
-        stale = any(loop.is_of_earlier_weights(x) for x in leaves)
-        if stale or (own and _older_than(self._loss, {id(p) for p in own.values()}, loop._mark)):
-            raise ValueError(
-                "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
-                "the last step; engine='unroll' takes losses of several steps."
-            )
+        earlier = ValueError(
+            "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
+            "the last step; engine='unroll' takes losses of several steps."
+        )
+        try:
+            state = (*at.values(), *loop._tape.start_of_graph())
+            leaves, connected = find_leaves(self._loss, state, since=loop._mark if own else None)
+        except ValueError:
+            raise earlier from None
+        if any(loop.is_of_earlier_weights(x) for x in leaves):
+            raise earlier
         if not binding.own_parameters:
-            refuse_hidden_parameter("loss=", leaves, binding)
+            refuse_hidden_parameter("loss=", self._loss, state, leaves, binding)
         if not (connected or (self._loss.requires_grad and not loop._tape.replays)):
             raise disconnected("loss=")
         self.leaves = leaves
@@ -509,23 +517,6 @@ def _pull_loss(traced: Traced, binding: Binding, inputs: Sequence[Tensor] | None
     summed = binding.sum_over_ranks([a.get(n) for n in weights], [traced.at[n] for n in weights])
     a.update({n: x for n, x in zip(weights, summed, strict=True) if x is not None})
     return a
-
-
-def _sequence_number() -> int:
-    """A number that grows with every node that autograd makes in this thread."""
-    with torch.enable_grad():
-        return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore
-
-
-def _older_than(loss: Tensor, parameters: set[int], mark: int) -> bool:
-    """Whether a node that reads one of these parameters was made before the mark."""
-    from .graph import nodes
-
-    for node in nodes([loss]):
-        for edge, _ in node.next_functions:
-            if edge is not None and id(getattr(edge, "variable", None)) in parameters and node._sequence_nr() < mark:
-                return True
-    return False
 
 
 def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -573,6 +564,3 @@ def refuse_inference_mode() -> None:
             "bilevel.inner: torch.inference_mode is on, and nothing can be differentiated in it. Leave it for this "
             "block; torch.no_grad is fine."
         )
-
-
-__all__ = ["Check", "Inputs", "Loop", "Losses", "as_leaves", "as_tuple", "flatten", "get_gradient_edge"]

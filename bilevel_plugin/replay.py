@@ -3,7 +3,7 @@
 What a step depends on besides z is found in the autograd graph of its losses, never registered:
 
 - tensors of the batch that require grad are *cut*: the losses see a stand-in leaf, and the gradient that gathers there
-  goes on into the tensor's own graph once, when all steps are done. So are rates that have a graph;
+  goes on into the tensor's own graph once, when all steps are done;
 - everything else that requires grad (closed over, parameters of other modules, rates) is a *leaf* of the graph.
 """
 
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .binding import Binding, Inside
-from .graph import Gradients, Pairs, RecomputationWatch, State, Traced, find_leaves, norm, tensors_of
+from .binding import NESTED, Binding, evaluating_loss
+from .graph import Gradients, Pairs, RecomputationWatch, State, Traced, find_leaves, norm, reads_since, sequence_number, tensors_of
 from .kernels import EXCLUSIVE
 from .pullback.base import Pull, Pulled
 from .step import LossMonitor, Moved, Step, disconnected
@@ -146,13 +146,15 @@ class RecordedStep:
 
         `within` gets the step with its graph, as long as the model has its weights.
         """
-        binding = self.step.binding
+        binding, since = self.step.binding, sequence_number()
 
         def note(moved: Moved) -> None:
-            self._note(moved, z, monitor)
+            self._note(moved, z, monitor, since)
             if within is not None:
                 within(Traced(moved.at, moved.to, self.cut, self.leaves))
 
+        if not evaluating_loss():
+            NESTED.clear()
         with EXCLUSIVE:  # between the two looks at the random state nobody else's step may draw
             conditions = Conditions(binding)
             moved = self.step.move(z, self.buffers, graph=graph, within=note)
@@ -165,7 +167,7 @@ class RecordedStep:
 
     def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[str]) -> Moved:
         """The step itself, attached to the graph of z; nothing is remembered. `known` has losses seen before."""
-        step, binding = self.step, self.step.binding
+        step, binding, since = self.step, self.step.binding, sequence_number()
         new = [t.name for t in step.terms if t.name not in known]
         with RecomputationWatch() if new else nullcontext():
             moved = step.move(z, self.buffers, graph=True)
@@ -173,11 +175,11 @@ class RecordedStep:
             monitor.record_loss(self.k, name, mean, z)
         for name, value in zip(moved.values, moved.weighted, strict=True):
             if name in new:
-                leaves_of_loss(name, value, moved.at, binding, ())
+                leaves_of_loss(name, value, moved.at, binding, (), since)
         known.update(new)
         return moved
 
-    def _note(self, moved: Moved, z: State, monitor: LossMonitor) -> None:
+    def _note(self, moved: Moved, z: State, monitor: LossMonitor, since: int) -> None:
         binding = self.step.binding
         for name, mean in moved.means.items():
             monitor.record_loss(self.k, name, mean, z)
@@ -189,13 +191,14 @@ class RecordedStep:
             ids = {id(x) for x in stand_ins}
             self._add_leaves(x for x in moved.leaves if id(x) not in ids)
         for name, value in zip(self._names, moved.weighted, strict=False):
-            self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins))
+            self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins, since))
         for option in self.step.update.options:
             self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
         self._versions = [
             (_IN_BATCH[n], x, x._version) for n, _, batch in self.step.terms for x in tensors_of(batch)
         ]
-        self._versions += [("an outer variable", x, x._version) for x in self.leaves]
+        # the parameters of a block inside of a loss are written to by every evaluation, and put back
+        self._versions += [("an outer variable", x, x._version) for x in self.leaves if id(x) not in NESTED]
 
     def _add_leaves(self, found: Iterable[Tensor]) -> None:
         known = {id(x) for x in self.leaves}
@@ -230,7 +233,7 @@ class RecordedStep:
 
     @contextmanager
     def traced(self, z: State) -> Generator[Traced]:
-        """The step run again, with its graph; with own parameters, the graph is good for as long as this lasts."""
+        """The step from any state, with its graph; with own parameters, the graph is good for as long as this lasts."""
         binding = self.step.binding
         with self._replaying():
             step = self.step
@@ -240,7 +243,6 @@ class RecordedStep:
                 with torch.enable_grad():
                     to = step.update(at, binding.mean_of_direction(found.direction))
                 to.update({n: found.buffers[n] for n in binding.statistics})
-                self._check_values(found.values)
                 yield Traced(at, to, self.cut, self.leaves)
 
     def trace(self, z: State) -> Traced:
@@ -305,25 +307,36 @@ class RecordedStep:
         return [*(x for _, x, _ in self._versions), *self.buffers.values()]
 
 
-def leaves_of_loss(name: str, value: Tensor, state: State, binding: Binding, known: Sequence[Tensor]) -> list[Tensor]:
+def leaves_of_loss(
+    name: str, value: Tensor, state: State, binding: Binding, known: Sequence[Tensor], since: int
+) -> list[Tensor]:
     """The outer variables that the loss depends on; refuses a loss that does not depend on the weights as it should."""
-    found, connected = find_leaves(value, state.values(), known, twice=True)
+    found, connected = find_leaves(value, state.values(), known, twice=True, since=since)
     if not binding.own_parameters:
-        refuse_hidden_parameter(name, found, binding)
+        refuse_hidden_parameter(name, value, state.values(), found, binding)
     if not connected:
         raise disconnected(name)
     return found
 
 
-def refuse_hidden_parameter(name: str, leaves: Iterable[Tensor], binding: Binding) -> None:
-    """Where weights are swapped in, a loss must not get at the model's own parameters by another way."""
+def refuse_hidden_parameter(
+    name: str, value: Tensor, state: Iterable[Tensor], leaves: Iterable[Tensor], binding: Binding
+) -> None:
+    """Where weights are swapped in, a loss must not get at the model's own parameters by another way.
+
+    What was computed from them before the block is another matter: there they are an outer variable, w_0.
+    """
     own = {id(p): n for n, p in binding.parameters.items()}
-    hidden = next((own[id(x)] for x in leaves if id(x) in own), None)
+    state = tuple(state)
+    hidden = next(
+        (own[id(x)] for x in leaves if id(x) in own and reads_since(value, x, state, binding.opened)), None
+    )
     if hidden is not None:
         raise RuntimeError(
-            f"bilevel.inner: {name} uses the parameter {hidden!r} by a reference that was made before (a list of "
-            "parameters, in the loss or in a module), which does not see the weights of this loop. Take it from the "
-            "model inside the loss (model.parameters()), or use engine='reverse' without memory= and tasks=."
+            f"bilevel.inner: {name} uses the parameter {hidden!r} by a reference that was made before: a list of "
+            "parameters, in the loss or in a module, or a tensor that was computed from the model. It does not see the "
+            "weights of this loop. Compute it inside h (or g), from the model that it is given; or use engine='reverse' "
+            "without memory= and tasks=, where a list of parameters is right."
         )
 
 
@@ -347,6 +360,3 @@ def alike(x: Any, y: Any) -> bool:
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(alike(x[n], y[n]) for n in x)
     return isinstance(x, (int, float, str, Conditions)) and x == y
-
-
-__all__ = ["Conditions", "Inside", "RecordedStep"]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .graph import Pairs, State, cut_graph, map_tensors
+from .graph import State, map_tensors
 from .solvers import Rate, Value, evaluate
 
 Transform = Callable[[State], State]  # of the direction: clipping, a hook
@@ -79,8 +79,8 @@ class UpdateRule(ABC):
     has_no_rate: bool = False  # the rate is in the direction already (a solver object's)
 
     @abstractmethod
-    def at_step(self, k: int, cut: Pairs | None) -> Update:
-        """Υ_k. Options with a graph of their own are cut, if there is somewhere to note it."""
+    def at_step(self, k: int) -> Update:
+        """Υ_k, with the options as they are now."""
 
     def count(self, d: Iterable[str]) -> None:
         """Called after a step, with the names of the weights that it moved."""
@@ -133,14 +133,13 @@ class DescentRule(UpdateRule):
     def has_no_rate(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rate is None
 
-    def at_step(self, k: int, cut: Pairs | None) -> Update:
+    def at_step(self, k: int) -> Update:
         lr = 1.0 if self.rate is None else evaluate("bilevel.inner: lr", self.rate, k)
         if not (isinstance(lr, Tensor) and lr.requires_grad):
             lr = lr.detach().clone() if isinstance(lr, Tensor) else lr  # it may be written to
             if self._last is None or isinstance(lr, Tensor) or self._last.lr != lr:
                 self._last = Descent(lr)  # else the step before has the same
             return self._last
-        lr = lr if cut is None or lr.is_leaf else cut_graph((lr,), cut)[0]
         return Descent(self.count_once(lr), (lr,))
 
 
@@ -178,23 +177,22 @@ class OptimizerRule(UpdateRule):
             )
         _refuse_hooks(self._optimizer)
 
-    def at_step(self, k: int, cut: Pairs | None) -> Update:
+    def at_step(self, k: int) -> Update:
         options = [{n: v for n, v in group.items() if n != "params"} for group in self._optimizer.param_groups]
         found: list[Tensor] = []
         for o in options:
             o["decoupled"] = o.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
             for n, v in o.items():
                 if isinstance(v, (Tensor, tuple)):
-                    o[n] = map_tensors(lambda x: self._option(x, cut, found), v)
+                    o[n] = map_tensors(lambda x: self._option(x, found), v)
         groups = list(zip(self._names, options, strict=True))
         if self._formula is None:
             return TorchStep(type(self._optimizer), groups, found)
         return FormulaStep(self._formula, groups, dict(self._count) if self._formula is _adam else {}, found)
 
-    def _option(self, x: Tensor, cut: Pairs | None, found: list[Tensor]) -> Tensor:
+    def _option(self, x: Tensor, found: list[Tensor]) -> Tensor:
         if not x.requires_grad:
             return x.detach().clone().reshape(()) if x.numel() == 1 else x.detach().clone()  # schedulers write to it
-        x = x if cut is None or x.is_leaf else cut_graph((x,), cut)[0]
         found.append(x)
         return self._count_once(x.reshape(()) if x.numel() == 1 else x)
 

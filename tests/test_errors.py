@@ -263,7 +263,7 @@ def test_implicit_engines_refuse_a_loop_that_has_not_settled():
     for engine in ("cg", "neumann"):
         with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.2, engine=engine) as loop:
             loop.run(2)
-            with pytest.raises(RuntimeError, match=r"has not come to it: g = .* would still change by about"):
+            with pytest.raises(RuntimeError, match=r"has not come to it: one step on, the gradient would change by"):
                 loop.hypergrad(ridge.lam)
             loop.run(200)
             loop.hypergrad(ridge.lam)
@@ -274,12 +274,12 @@ def test_implicit_engines_say_when_they_fail():
     flat = lambda m: (m.w.sum() - line.lam).square()  # a line of minimisers: no derivative of w(λ)
     with bilevel.inner(line.model(), flat, line.g, solver="gd", lr=0.1, engine="cg") as loop:
         loop.run(100)
-        with pytest.raises(RuntimeError, match=r"CG met a direction of curvature"):
+        with pytest.raises(RuntimeError, match=r"bilevel.CG: it met a direction of curvature"):
             loop.hypergrad(line.lam)
     ridge = Ridge.random()
     with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.1, engine=bilevel.Neumann(3)) as loop:
         loop.run(300)
-        with pytest.raises(RuntimeError, match=r"Neumann has a relative residual of .* after 3 iterations"):
+        with pytest.raises(RuntimeError, match=r"bilevel.Neumann: it has a relative residual of .* after 3 iterations"):
             loop.hypergrad(ridge.lam)
     bent = lambda m: (m.w.square() * ridge.lam).sum() / 2
     with bilevel.inner(ridge.model(), bent, ridge.g, solver="gd", lr=10.0, engine="neumann") as loop:
@@ -397,7 +397,7 @@ def test_once_differentiable_functions_are_refused(parts, engine):
     _, h, g, lam, x, y = parts
     model = nn.Sequential(nn.Linear(3, 4), OnceModule(), nn.Linear(4, 2))
     with bilevel.inner(model, h, g, solver=bilevel.GD(0.1), engine=engine) as loop:
-        with pytest.raises(RuntimeError, match=r"once_differentiable: no second derivative"):
+        with pytest.raises(RuntimeError, match=r"once_differentiable, and that has no second derivative"):
             loop.run(2, x, y, outer=(x, y))
             loop.hypergrad(lam)
     gave_nothing = torch.autograd.grad(
@@ -412,9 +412,8 @@ def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
     model, _, g, lam, x, y = parts
     fused = lambda m, x, y: lam[0].exp() * g(m, x, y) + torch._weight_norm(m[0].weight, torch.ones(4, 1)).sum()
     with bilevel.inner(model, fused, g, solver="gd", lr=0.1) as loop:
-        loop.run(2, x, y, outer=(x, y))
-        with pytest.raises(RuntimeError, match=r"second derivative of torch's weight_norm is wrong"):
-            loop.hypergrad(lam)
+        with pytest.raises(RuntimeError, match=r"uses torch's weight_norm and that has no second derivative, or a wrong one"):
+            loop.step(x, y, outer=(x, y))
 
 
 def test_a_wrapped_optimizer_is_to_be_unwrapped():

@@ -511,7 +511,7 @@ def worn(name: str) -> nn.Module:
     return model
 
 
-def raising(f: Callable[..., Tensor], at: int, error: BaseException) -> Callable[..., Tensor]:
+def raising(f: Callable[..., Tensor], at: int, error: type[BaseException]) -> Callable[..., Tensor]:
     calls = 0
 
     def loss(model, *batch):
@@ -520,7 +520,7 @@ def raising(f: Callable[..., Tensor], at: int, error: BaseException) -> Callable
         if calls == at:
             model(*batch[:1])  # buffers have moved by now
             model.eval()
-            raise error
+            raise error("in a loss")  # a new one each time: what is raised twice carries both tracebacks
         return f(model, *batch)
 
     return loss
@@ -536,15 +536,15 @@ def in_the_body(loop, batch, outer, lam):
     raise Mine
 
 
-WAYS_OUT: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, BaseException]], type[BaseException] | None]] = {
+WAYS_OUT: dict[str, tuple[Callable[..., Any], dict[str, tuple[int, type[BaseException]]], type[BaseException] | None]] = {
     "the end": (end, {}, None),
     "an exception in the body": (in_the_body, {}, Mine),
-    "an exception in h, at first": (end, {"h": (1, Mine())}, Mine),
-    "an exception in h": (end, {"h": (3, Mine())}, Mine),
-    "an interrupt in h": (end, {"h": (2, KeyboardInterrupt())}, KeyboardInterrupt),
-    "an exception in g": (end, {"g": (1, Mine())}, Mine),
-    "an interrupt in g": (end, {"g": (1, KeyboardInterrupt())}, KeyboardInterrupt),
-    "memory that is out": (end, {"h": (3, MemoryError())}, MemoryError),
+    "an exception in h, at first": (end, {"h": (1, Mine)}, Mine),
+    "an exception in h": (end, {"h": (3, Mine)}, Mine),
+    "an interrupt in h": (end, {"h": (2, KeyboardInterrupt)}, KeyboardInterrupt),
+    "an exception in g": (end, {"g": (1, Mine)}, Mine),
+    "an interrupt in g": (end, {"g": (1, KeyboardInterrupt)}, KeyboardInterrupt),
+    "memory that is out": (end, {"h": (3, MemoryError)}, MemoryError),
 }
 
 
@@ -588,7 +588,7 @@ def test_an_exception_in_a_replay_leaves_the_last_weights_in_the_model(engine, e
     model, h, g, batch, outer = build(lam)
     before = everything(model)
     torch.manual_seed(1)
-    h = raising(h, STEPS + 2, error())
+    h = raising(h, STEPS + 2, error)
     with bilevel.inner(model, h, g, solver="gd", optimizer=sgd(model), engine=ENGINES[engine], check=False) as loop:
         loop.run(STEPS, *batch, outer=outer)
         held, random = tensors(model), torch.get_rng_state()

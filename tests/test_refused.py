@@ -1281,7 +1281,7 @@ def test_the_ninth_compiled_model():
 class Fragile(torch.autograd.Function):
     """A backward that fails where it is to be differentiated."""
 
-    error: BaseException = Mine("in the second derivative")
+    error: type[BaseException] = Mine
 
     @staticmethod
     def forward(ctx, x):
@@ -1290,20 +1290,18 @@ class Fragile(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():
-            raise Fragile.error
+            raise Fragile.error("in the second derivative")
         return grad * 2
 
 
 @pytest.mark.parametrize("engine", ["reverse", "sqrt", "memory", "unroll"])
-@pytest.mark.parametrize(
-    "error", [Mine("mine"), MemoryError("none left"), torch.OutOfMemoryError("none left"), KeyError(3)]
-)
+@pytest.mark.parametrize("error", [Mine, MemoryError, torch.OutOfMemoryError, KeyError, TypeError])
 def test_errors_in_a_pullback_are_the_users_own(engine, error, monkeypatch):
     monkeypatch.setattr(Fragile, "error", error)
     model, lam = mlp(), start()
     h, g = weighted(lam)
     fragile = lambda m, x, y: h(m, x, y) + Fragile.apply(m(x)).square().mean()
-    with pytest.raises(type(error), match=str(error.args[0])):
+    with pytest.raises(error, match=r"^'?in the second derivative"):
         attempt(model, fragile, g, lam, data(), data(5), engine=ENGINES[engine])
 
 

@@ -76,7 +76,7 @@ def test_batchnorm_and_dropout_have_statistics_and_masks_of_their_own():
         with bilevel.inner(model, lambda *a: lam.exp() * loss(*a), loss, tasks=3, lr=0.1, engine=engine) as loop:
             loop.run(4, x, y, outer=(x, y))
             grads.append(loop.hypergrad(lam))
-            mean = loop._buffers["1.running_mean"]
+            mean = loop._z["1.running_mean"]
             assert mean.shape == (3, 3)
             assert not torch.allclose(mean[0], mean[1])
             assert loop._buffers["1.num_batches_tracked"].tolist() == [7, 7, 7]
@@ -106,7 +106,7 @@ def test_attention_and_convolutions_are_vmapped():
 
 def test_wrong_task_dimensions():
     model, (x, y), _ = nn.Linear(4, 2), batch(), None
-    with pytest.raises(ValueError, match=r"tasks must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"tasks must be a whole number, at least 1, got 0"):
         bilevel.inner(model, loss, loss, tasks=0)
     with bilevel.inner(model, loss, loss, tasks=3, lr=0.1) as loop:
         with pytest.raises(ValueError, match=r"with tasks=3 every tensor.*h was given one of shape \(6, 4\).*expand"):

@@ -136,9 +136,10 @@ def test_a_weight_that_the_loss_does_not_touch_is_left_alone_as_in_torch():
     loss = lambda m: m["used"](x).square().sum()
     for rule in RULES.values():
         with bilevel.inner(model, loss, loss, solver="gd", optimizer=rule(model.parameters())) as loop:
+            before = {n: w.detach().clone() for n, w in loop.weights.items()}
             loop.run(3)
-            assert torch.equal(loop.weights["unused.weight"], model["unused"].weight)
-            assert not torch.equal(loop.weights["used.weight"], model["used"].weight)
+            assert torch.equal(loop.weights["unused.weight"], before["unused.weight"])
+            assert not torch.equal(loop.weights["used.weight"], before["used.weight"])
 
 
 def test_parameters_that_the_optimizer_does_not_hold_are_outer_variables():
@@ -159,5 +160,5 @@ def test_wrong_optimizers():
     model, _, _ = problem()
     with pytest.raises(ValueError, match=r"2 tensor.s. that are no parameters of the model"):
         bilevel.inner(model, h, h, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
-    with pytest.raises(TypeError, match=r"takes torch.optim.SGD, Adam or AdamW, got RMSprop"):
-        bilevel.inner(model, h, h, optimizer=torch.optim.RMSprop(model.parameters()))
+    with pytest.raises(TypeError, match=r"takes torch.optim.SGD, Adam, AdamW, Adadelta, .*, got LBFGS"):
+        bilevel.inner(model, h, h, optimizer=torch.optim.LBFGS(model.parameters()))

@@ -68,6 +68,10 @@ class Tape(ABC):
         """z_0 from tensors that are attached to the model."""
         return as_leaves({n: x.detach().clone() for n, x in z.items()})
 
+    def start_of_graph(self) -> Sequence[Tensor]:
+        """Where a graph that runs through all steps begins; nothing, for an engine that has none."""
+        return ()
+
     @abstractmethod
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         """Take the step from z, and record it. `to` of what is returned is the next z."""

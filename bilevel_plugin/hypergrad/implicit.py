@@ -156,20 +156,21 @@ class _ImplicitTape(Tape):
             return as_leaves({n: x.detach().clone() for n, x in traced.to.items()})
 
     def _check_settled(self, here: Gradients, ahead: Gradients) -> None:
-        for kind in ("direct", "cut"):
-            mine, others = getattr(here, kind), getattr(ahead, kind)
+        """The change of all gradients, each times the size of its variable: all have the unit of g then."""
+        change = size = 0.0
+        for mine, others in ((here.direct, ahead.direct), (here.cut, ahead.cut)):
             for key, (x, grad) in mine.items():
                 other = others[key][1] if key in others else torch.zeros_like(grad)
-                size = max(float(grad.norm()), float(other.norm()))
-                change = float((grad - other).norm()) / size if size else 0.0
-                if not change <= self._options.settled:
-                    name = type(self._options).__name__
-                    raise RuntimeError(
-                        f"bilevel.{name}: it differentiates the fixed point of the inner steps, and the loop has not "
-                        f"come to it: one step on, the gradient for the outer variable of shape {tuple(x.shape)} would "
-                        f"change by {change:.1%}. Take more steps, use engine='reverse', or allow it: "
-                        f"bilevel.{name}(settled=...)."
-                    )
+                unit = float(x.detach().norm()) or 1.0
+                change += unit * float((grad - other).norm())
+                size += unit * max(float(grad.norm()), float(other.norm()))
+        if not change <= self._options.settled * size:
+            name = type(self._options).__name__
+            raise RuntimeError(
+                f"bilevel.{name}: it differentiates the fixed point of the inner steps, and the loop has not come to it: "
+                f"one step on, the gradient would change by {change / size if size else 1.0:.1%}. Take more steps, use "
+                f"engine='reverse', or allow it: bilevel.{name}(settled=...)."
+            )
 
 
 def _dot(x: State, y: State) -> float:

@@ -43,6 +43,9 @@ class _UnrollTape(Tape):
         self._remember(self._start)
         return self._start
 
+    def start_of_graph(self) -> Sequence[Tensor]:
+        return list(self._start.values())
+
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         moved = step.take_with_whole_graph(z, monitor, self._losses_seen)
         self._remember(moved.to)
