@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -28,12 +29,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .graph import State, sequence_number
+from .graph import DerivativeWarning, FirstLook, State, sequence_number
 from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, twice_differentiable
 
 Loss = Callable[..., Tensor]
 _RUNNING = ("running_mean", "running_var")
 _EVALUATING = threading.local()
+OWNER = "_bilevel_loop"  # the attribute of a tensor that says whose weights it holds
 
 
 NESTED: set[int] = set()  # ids of the parameters that blocks inside of losses have trained, since it was last cleared
@@ -46,10 +48,12 @@ def evaluating_loss() -> int:
 
 @dataclass
 class Inside:
-    """What is in the model while a loss runs: the leaves to differentiate for, and where to find the buffers."""
+    """What is in the model while a loss runs."""
 
-    weights: State
-    statistics: State
+    weights: State  # as the losses see them: a direction is taken for these
+    leaves: State  # as the step began from them: a step is differentiated for these
+    statistics: State  # buffers that are state, and can be differentiated for
+    watched: State  # other buffers that a step has changed
     buffers: Callable[[], State]
     swapped: State  # every tensor that takes the place of one of the model's
     taking: TakingDirection = field(default_factory=TakingDirection)
@@ -78,6 +82,12 @@ class Binding:
         tracked = {id(b) for m in self.modules if isinstance(m, NORMALISATIONS) for n, b in m.named_buffers(recurse=False) if n in _RUNNING}
         self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
         self.moving: set[str] = set()  # the statistics that a step of this loop has changed
+        self.changing: set[str] = set()  # the other buffers, of floating-point numbers, that it has
+        self.warns = True
+        self.token = object()  # on the weights of every step of this loop
+        self.looked_at: set[str] = set()  # losses that were evaluated before
+        self.noted: dict[int, Any] = {}  # leaves that they use and that do not require grad, by id
+        self.graphs_are_kept = False
         self._parameter_places = _places(self.modules, "_parameters", self.parameters)
         self._buffer_places = _places(self.modules, "_buffers", self.buffers)
         self._trainable = [p for p in model.parameters() if p.requires_grad]
@@ -86,11 +96,12 @@ class Binding:
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
-        self.weight_norm = any(type(m).__name__ == "_WeightNorm" for m in self.modules)
+        self.weight_norm = any(map(_has_weight_norm, self.modules))
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: _Session | None = None
         self.opened = 0  # when the block was opened, in autograd's own count
         self._held: State | None = None  # the state whose numbers the model's own tensors have
+        self._buffers: State = {}
         self._versions: list[int] = []
 
     @property
@@ -188,7 +199,7 @@ class Binding:
                 new = z[n] if n in z else buffers[n]
                 if new is not b:
                     b.copy_(new)
-        self._held = z
+        self._held, self._buffers = z, buffers
         self.note_versions()
 
     def note_versions(self) -> None:
@@ -224,6 +235,14 @@ class Binding:
                     "load_state_dict and writing to the weights. What a step should do to them (a projection, say) "
                     "belongs into h, as a function of them."
                 )
+        for n, b in self.buffers.items():
+            x = z[n].detach() if n in z else self._buffers[n]
+            if b.shape != x.shape or (b.device.type == "cpu" and not torch.equal(b, x) and not _equal_but_for_nan(b, x)):
+                raise RuntimeError(
+                    f"bilevel.inner: the buffer {n!r} was changed in the block, after step k = {k}, and the derivative "
+                    "of that change is not known. A look at the model in training mode updates running statistics: "
+                    "call model.eval() before it, or loop(x) in place of model(x). What belongs to a step goes into h."
+                )
         if self._parametrized and parametrize._cache_enabled:  # pyright: ignore[reportPrivateUsage]
             raise RuntimeError(
                 "bilevel.inner: parametrize.cached() is on, and the cached weights are not those of the current step. "
@@ -237,6 +256,19 @@ class Binding:
             "the block, and open a new block for another set of weights."
         )
 
+    def warn_if_read(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Say once that a loss reads a buffer that a step has changed, by a rule whose derivative is not known."""
+        for n, grad in grads.items():
+            if self.warns and grad is not None and (grad.is_meta or bool(grad.any())):
+                self.warns = False
+                warnings.warn(
+                    f"bilevel.inner: the buffer {n!r} is changed by a step and read by a loss after it. The derivative "
+                    "of that change is not known (that of running statistics of BatchNorm and InstanceNorm is), and the "
+                    "hypergradient leaves it out. Compute what it holds inside the loss, or check=False if you know.",
+                    DerivativeWarning,
+                    stacklevel=8,
+                )
+
     # --- the model as a function ---
 
     @contextmanager
@@ -248,39 +280,48 @@ class Binding:
         With `graph`, buffers that are state can be differentiated if `statistics` says so.
         """
         follow = {n for n in self.statistics if n in z} if graph and statistics else set[str]()
-        leaves: State = {}
+        followed: State = {}
+        watched: State = {}
         copies: State = {}
         with torch.set_grad_enabled(graph):
             for n in self.buffers:
                 old = z[n] if n in z else buffers[n]
                 if n in follow:
-                    leaves[n] = old if old.requires_grad else old.detach().requires_grad_()
-                    copies[n] = leaves[n].clone()
+                    followed[n] = old if old.requires_grad else old.detach().requires_grad_()
+                    copies[n] = followed[n].clone()
+                elif n in self.changing and graph:
+                    watched[n] = old.detach().requires_grad_()
+                    copies[n] = watched[n].clone()
                 else:
                     copies[n] = old.detach().clone()
         if self.own_parameters:
             self.hold(z, buffers)
-            weights = self.parameters
+            leaves = weights = self.parameters
         else:
-            weights = {n: z[n] for n in self.parameters}
-            copies.update(self.weights_for_losses(weights))
+            leaves = {n: z[n] for n in self.parameters}
+            weights = self.weights_for_losses(leaves)
+            copies.update(weights)
         hooks = [p._backward_hooks for p in self.parameters.values() if p._backward_hooks] if self.own_parameters else []
         with (
-            self.swapped(copies, weights, leaves) as inside,
+            self.swapped(copies) as inside,
             self.twice_differentiable(inside.taking if follow else None),
             _silenced(hooks) if hooks else _NOTHING,
         ):
-            yield inside
+            inside.weights, inside.leaves, inside.statistics, inside.watched = weights, leaves, followed, watched
+            try:
+                yield inside
+            finally:
+                torch.clear_autocast_cache()  # what a backward pass ran again may have left copies there
 
     @contextmanager
-    def swapped(self, tensors: State, weights: State | None = None, statistics: State | None = None) -> Generator[Inside]:
+    def swapped(self, tensors: State) -> Generator[Inside]:
         """These tensors in the places of the parameters and buffers of the same names."""
         places = [place for place in (*self._parameter_places, *self._buffer_places) if place[2] in tensors]
         before = [holder[name] for holder, name, _ in places]
         try:
             for holder, name, n in places:
                 holder[name] = tensors[n]
-            yield Inside(weights or tensors, statistics or {}, self._buffers_inside, tensors)
+            yield Inside(tensors, tensors, {}, {}, self._buffers_inside, tensors)
         finally:
             for (holder, name, _), tensor in zip(places, before, strict=True):
                 holder[name] = tensor
@@ -294,6 +335,12 @@ class Binding:
             recurrent_on_gpu=self._recurrent_on_gpu, weight_norm=self.weight_norm, statistics=statistics
         )
 
+    def _first_look(self, name: str) -> AbstractContextManager[Any]:
+        if name in self.looked_at:
+            return _NOTHING
+        self.looked_at.add(name)
+        return FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept)
+
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         """function(model, *args), with what is inside."""
         return function(self.model, *args, **kwargs)
@@ -304,7 +351,8 @@ class Binding:
         _EVALUATING.depth = evaluating_loss() + 1
         versions = [x._version for x in inside.weights.values()]
         try:
-            value = self.call(lambda *args: scalar(name, loss(*args)), inside, batch)
+            with self._first_look(name):
+                value = self.call(lambda *args: scalar(name, loss(*args)), inside, batch)
         except TypeError as error:
             _check_arguments(name, loss, self.model, batch, error)
             raise
@@ -394,8 +442,8 @@ class _Session:
         for p in self.binding.parameters.values():
             if self._open[id(p)][-1] is not self:
                 raise RuntimeError(
-                    "bilevel.inner: a block inside of this one is still open on the same model, and its weights are in "
-                    "it. Close the inner block first, or give it a copy of the model."
+                    "bilevel.inner: a nested block is still open on the same model, and its weights are in it. Close the "
+                    "inner block first, or give it a copy of the model."
                 )
 
     def close(self) -> None:
@@ -414,6 +462,7 @@ class _Session:
                 mine = {id(t): saved for t, saved in self._values}
                 later._values = [(t, mine.get(id(t), saved)) for t, saved in later._values]
                 later._modes, later._flags = self._modes, self._flags
+                later._attributes, later._places = self._attributes, self._places
                 return
             for t, saved in self._values:
                 if not t.is_meta and t.dtype == saved.dtype:
@@ -445,6 +494,11 @@ def _places(
     return [
         (vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names
     ]
+
+
+def _has_weight_norm(module: nn.Module) -> bool:
+    """Whether it is torch's parametrization, or has torch's older hook."""
+    return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
 
 
 def scalar(name: str, value: object) -> Tensor:
@@ -484,6 +538,12 @@ def _refuse_model(model: nn.Module) -> None:
                 f"bilevel.inner: {where} is wrapped in {kind}, which sums gradients outside of autograd's second "
                 "derivative. Pass the module itself (model.module), and group= for several processes."
             )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise TypeError(
+                f"bilevel.inner: {where} has a backward hook, and autograd would apply it to second derivatives as well. "
+                "Remove it; what it does to the gradient can be an operation in the model, or clip=, a function of the "
+                "direction."
+            )
         if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
             raise TypeError(
                 f"bilevel.inner: {where} is an nn.Embedding with scale_grad_by_freq=True, whose second derivative is "
@@ -501,7 +561,14 @@ def _refuse_shared_memory(model: nn.Module, parameters: State) -> None:
     """Tied weights are one Parameter in two places; two tensors over the same memory train otherwise."""
     held = {id(p): n for n, p in parameters.items()}
     spans: list[tuple[int, int, str, bool]] = []
-    tensors = {id(t): (n, t) for n, t in (*model.named_parameters(), *model.named_buffers()) if t is not None}
+    attributes = [
+        (f"{name}.{n}".lstrip("."), t)
+        for name, m in model.named_modules()
+        for n, t in vars(m).items()
+        if isinstance(t, Tensor)
+    ]
+    named = (*model.named_parameters(), *model.named_buffers(), *attributes)
+    tensors = {id(t): (n, t) for n, t in named if t is not None}
     for key, (n, t) in tensors.items():
         if t.layout == torch.strided and t.numel() and not t.is_meta and not _lazy(t):
             last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import suppress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .binding import Binding, Inside, Loss
+from .binding import Binding, Loss
 from .graph import State, find_leaves, map_tensors, tensors_of
 from .inner import inner
 from .loop import Inputs, as_tuple, flatten
+from .replay import Conditions
+from .sentinel import TOLERANCE, NotChecked, Probe
+from .solvers import resolve as resolve_solver
+from .step import Step, Term
+from .updates import Descent
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class Report:
         head = "all holds" if self else "something is WRONG" if wrong else "undecided; try it in float64"
         lines = [f"bilevel.gradcheck: {head}"]
         lines += ["hypergradient against central differences, along random directions:", *map(str, self.directions)]
-        lines += ["Hessian-vector products of the losses at w_0 against differences of gradients:"]
+        lines += ["derivatives of the losses at w_0 against differences, in float64:"]
         lines += [*map(str, self.second_derivatives), *(f"  look at the module {m}" for m in self.modules)]
         return "\n".join(lines)
 
@@ -76,7 +82,7 @@ def gradcheck(
     """Check the hypergradient of your own problem, and the second derivatives it needs.
 
     Runs `steps` inner steps on one batch, compares `hypergrad(inputs)` along random directions with central
-    differences of g(w_K), then Hessian-vector products of h and g with differences of their gradients; where these
+    differences of g(w_K), then the derivatives of h and g that it rests on with differences, in float64; where these
     fail, the modules are tried one by one and the deepest that fail are named. Model and inputs are left as they were.
 
     Args:
@@ -84,7 +90,7 @@ def gradcheck(
         directions: how many random directions for each input.
         tol: the relative error to allow; by default 1e-6 in float64 and 1e-2 in float32. Check in float64 where you
             can: with kinks (ReLU, max pooling) or in float32 the differences may be too rough to decide.
-        options: those of `inner`: solver, lr, optimizer, hypergrad, tasks.
+        options: those of `inner`: solver, lr, optimizer, clip, engine, tasks.
     """
     tensors = flatten(inputs)
     for name, x in tensors.items():
@@ -95,7 +101,7 @@ def gradcheck(
             )
     scale = _Scale.of([*tensors.values(), *model.parameters()], tol)
     binding = Binding(model, options.get("optimizer"))
-    block = inner(model, h, g, **options)
+    block = inner(model, h, g, **{"check": False, **options})
 
     def run(differentiate: bool) -> tuple[float, list[Tensor]]:
         torch.manual_seed(seed)
@@ -107,7 +113,7 @@ def gradcheck(
 
     with torch.random.fork_rng(devices=[d.index or 0 for d in binding.devices if d.type == "cuda"]):
         found = _check_directions(tensors, run, directions, scale, seed)
-        second, modules = _check_second_derivatives(binding, (("h", h, batch), ("g", g, outer)), options, scale, seed)
+        second, modules = _check_second_derivatives(model, (("h", h, batch), ("g", g, outer)), options, seed)
     return Report(found, second, modules)
 
 
@@ -145,29 +151,50 @@ def _check_directions(
 
 
 def _check_second_derivatives(
-    binding: Binding,
+    model: nn.Module,
     losses: Sequence[tuple[str, Loss, Any]],
     options: dict[str, Any],
-    scale: _Scale,
     seed: int,
 ) -> tuple[list[Finding], list[str]]:
+    """The derivatives of each loss that a hypergradient takes, at the initial weights, by the sentinel's own probe.
+
+    Second derivatives of a loss that the steps descend, the gradient of one that they do not.
+    """
     findings: list[Finding] = []
     modules: list[str] = []
-    for name, loss, batch in losses:
-        args = as_tuple(batch)
-        if options.get("tasks") is not None:  # one task's loss is the loss
-            args = map_tensors(lambda x: x[0], args)
-
-        def value(w: State, loss: Loss = loss, name: str = name, args: tuple[Any, ...] = args) -> Tensor:
+    binding = Binding(model, options.get("optimizer"))
+    rule, _ = resolve_solver(options.get("solver", "bigsam"), options.get("lr"), options.get("optimizer") is not None)
+    used = {"h"} | ({"g"} if any(rule.weights(k)[1] != 0 for k in range(1, 9)) else set[str]())
+    binding.open()
+    try:
+        for name, loss, batch in losses:
+            args = as_tuple(batch)
+            if options.get("tasks") is not None:  # one task's loss is the loss
+                args = map_tensors(lambda x: x[0], args)
             torch.manual_seed(seed)
-            buffers = {n: b.detach().clone() for n, b in binding.buffers.items()}
-            with binding.inside({**w, **buffers}, {}, graph=True) as inside:
-                return binding.loss(name, loss, inside, args)
+            z = {n: x.detach().clone() for n, x in (*binding.parameters.items(), *binding.buffers.items())}
+            term = Term(name, loss, args)
+            try:
+                probe = Probe(binding, Conditions(binding), z, z)
+                u, error = probe.first_derivative(term)
+                if name in used:
+                    error = max(error, probe.second_derivative(Step(1, binding, [term], [1.0], Descent()), u))
+                verdict = "ok" if error <= TOLERANCE else "WRONG"
+                findings.append(Finding(f"loss {name}", error, verdict))
+            except NotChecked as why:
+                findings.append(Finding(f"loss {name}", math.inf, "?", str(why)))
+            except RuntimeError as error:
+                findings.append(Finding(f"loss {name}", math.inf, "WRONG", _first_line(error)))
+            if findings[-1].verdict == "WRONG":
 
-        w = {n: p.detach().clone() for n, p in binding.parameters.items()}
-        findings.append(_check_hessian(f"loss {name}", value, w, scale, seed))
-        if findings[-1].verdict == "WRONG":
-            modules += [m for m in _failing_modules(binding, value, w, seed) if m not in modules]
+                def value(term: Term = term) -> Tensor:
+                    torch.manual_seed(seed)
+                    with binding.inside(z, z, graph=True) as inside:
+                        return binding.loss(term.name, term.loss, inside, term.batch)
+
+                modules += [m for m in _failing_modules(binding, value, seed) if m not in modules]
+    finally:
+        binding.close()
     return findings, modules
 
 
@@ -186,7 +213,7 @@ def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, scale:
 
     try:
         at, first = gradient(0.0, create_graph=True)
-        check_twice_differentiable([p for p in first if p is not None], list(at.values()))
+        find_leaves(value(at), at.values(), twice=True)
         dot = [(p * v[n]).sum() for n, p in zip(at, first, strict=True) if p is not None and p.requires_grad]
         if not dot:  # linear in w: no second derivative, and none is missing unless the differences say so
             second: Sequence[Tensor | None] = [None] * len(at)
@@ -197,7 +224,7 @@ def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, scale:
     return _compare(what, flat(second), lambda step: flat(gradient(step)[1]), scale)
 
 
-def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: State, seed: int) -> list[str]:
+def _failing_modules(binding: Binding, value: Callable[[], Tensor], seed: int) -> list[str]:
     """The deepest modules whose own second derivatives fail, on the arguments that the loss calls them with."""
     calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
     hooks = [
@@ -211,8 +238,8 @@ def _failing_modules(binding: Binding, value: Callable[[State], Tensor], w: Stat
         for name, module in binding.model.named_modules()
     ]
     try:
-        with torch.no_grad():
-            value(w)
+        with torch.enable_grad(), suppress(RuntimeError):  # an error of ours, which the finding has
+            value()
     finally:
         for hook in hooks:
             hook.remove()

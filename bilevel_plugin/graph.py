@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ State = dict[str, Tensor]
 Pairs = list[tuple[Tensor, Tensor]]  # (a tensor of the user's, the leaf that stands for it in a step)
 _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 _ONCE = once_differentiable(lambda: None).__code__
+
+
+class DerivativeWarning(UserWarning):
+    """A derivative that a hypergradient rests on is not that of the loss, or could not be checked."""
 
 
 class Gradients:
@@ -77,7 +82,25 @@ def vjp(
         return [None] * len(inputs)
     along = [a[n] if share == 1 else a[n] * share for n in keys]
     with explained():
-        return torch.autograd.grad([to[n] for n in keys], inputs, along, allow_unused=True, retain_graph=retain_graph)
+        return grad([to[n] for n in keys], inputs, along, retain_graph=retain_graph)
+
+
+def grad(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    along: Sequence[Tensor | None],
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """torch.autograd.grad, during which function modes stay on.
+
+    Activation checkpointing runs parts of the model again in there, and must find the kernels that it found at first;
+    torch.autograd.grad itself would be taken for a function to override, and have the modes switched off.
+    """
+    along = [torch.ones_like(x) if a is None else a for x, a in zip(outputs, along, strict=True)]
+    run: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
+    return run(tuple(outputs), tuple(along), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False)
 
 
 def as_leaves(z: State) -> State:
@@ -174,12 +197,15 @@ def find_leaves(
         if twice and (kind in _SUSPECTS or _is_suspect(kind)):
             _refuse_node(node)
         if since is not None and node._sequence_nr() < since and _reads(node, ids, stop):
-            raise ValueError(
-                "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, "
-                "and carries a graph back to them, of which the step would not see the end. Compute it inside h (or "
-                "g), or .detach() it if it is meant to be a constant."
-            )
+            raise ValueError(GRAPH_TO_WEIGHTS)
     return found, met
+
+
+GRAPH_TO_WEIGHTS = (
+    "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, and carries a "
+    "graph back to them, of which the step would not see the end. Compute it inside h (or g), or .detach() it if it is "
+    "meant to be a constant."
+)
 
 
 def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
@@ -319,16 +345,35 @@ class explained:  # noqa: N801 (a context manager that reads like a verb)
                 ) from error
 
 
-class RecomputationWatch(TorchFunctionMode):
-    """Refuses activation checkpointing where a graph outlives its step: it runs a part of the model again in the
-    backward pass, and would find other weights there."""
+def checkpointing() -> bool:
+    """Whether the code that runs now is under activation checkpointing (torch.utils.checkpoint, not reentrant)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+class FirstLook(TorchFunctionMode):
+    """Watches the first evaluation of a loss for what no graph tells.
+
+    Hooks on tensors would be applied to second derivatives too, and are refused. So is activation checkpointing, if
+    graphs outlive their step: it runs a part of the model again in the backward pass, and would find other weights
+    there. Leaves that do not require grad are noted, in case that they do later.
+    """
+
+    def __init__(self, noted: dict[int, Any], *, graphs_are_kept: bool) -> None:
+        super().__init__()
+        self._noted, self._kept = noted, graphs_are_kept
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__self__", None) is not None and getattr(func.__self__, "__name__", "") == "CheckpointFunction":
+        if self._kept and checkpointing():
             raise RuntimeError(_RECOMPUTES)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-        if hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint":
-            raise RuntimeError(_RECOMPUTES)
+        if func is Tensor.register_hook:
+            raise RuntimeError(
+                "bilevel.inner: a loss registers a hook on a tensor, and autograd would apply it to second derivatives as "
+                "well. Write what it does to the gradient as an operation (a function of the direction goes to clip=)."
+            )
+        for x in args:
+            if isinstance(x, Tensor) and not x.requires_grad and x.is_leaf and x.is_floating_point():
+                self._noted[id(x)] = weakref.ref(x)
         return func(*args, **(kwargs or {}))
 
 

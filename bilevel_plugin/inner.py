@@ -110,6 +110,11 @@ class Inner:
                 raise TypeError(
                     f"bilevel.inner: {name} must be a function of (model, *batch), got {type(loss).__name__}."
                 )
+            if hasattr(loss, "_torchdynamo_orig_callable"):
+                raise TypeError(
+                    f"bilevel.inner: {name} is torch.compile'd, and a compiled function has no second derivative. Give the "
+                    "function as it was before compiling; Reverse(compile=True) compiles the steps."
+                )
         if check not in ("first", "always", False):
             raise ValueError(f"bilevel.inner: check= takes 'first', 'always' or False, got {check!r}.")
         self._losses, self._check = (h, g), check

@@ -3,6 +3,7 @@
 - Fused attention has no second derivative, on the CPU either: the one written in plain products is taken.
 - The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck: it is written out.
 - cuDNN's recurrent layers have no second derivative: the plain ones are taken.
+- Reentrant activation checkpointing can't be differentiated by torch.autograd.grad: the other kind is taken.
 - BatchNorm and InstanceNorm update their running statistics outside of autograd: where these are part of the state
   that is differentiated, the update, and what reads it in eval mode, are written out.
 """
@@ -18,6 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
+
+from .graph import checkpointing
 
 # Held while a loss runs: the switches of attention and cuDNN and the random numbers that are set and put back belong
 # to the process, not to the thread. Re-entrant, for a loop inside a loss.
@@ -46,7 +50,8 @@ def _several(
 
 
 class _PlainAttention(AbstractContextManager[None]):
-    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price.
+    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price;
+    and activation checkpointing of the kind that has one.
 
     The switches belong to the process, and so this holds EXCLUSIVE.
     """
@@ -56,6 +61,7 @@ class _PlainAttention(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         EXCLUSIVE.acquire()
+        checkpoint.CheckpointFunction = _NonReentrant  # pyright: ignore[reportAttributeAccessIssue]
         self._before.append([enabled() for enabled, _, _ in _ATTENTION])
         for _, enable, wanted in _ATTENTION:
             enable(wanted)
@@ -63,9 +69,20 @@ class _PlainAttention(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
             enable(on)
+        if not self._before:
+            checkpoint.CheckpointFunction = _REENTRANT  # pyright: ignore[reportAttributeAccessIssue]
         EXCLUSIVE.release()
 
 
+class _NonReentrant:
+    """Activation checkpointing by saved-tensor hooks: the older kind, reentrant, has no torch.autograd.grad."""
+
+    @staticmethod
+    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+
+
+_REENTRANT = checkpoint.CheckpointFunction
 _ATTENTION = [
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
@@ -90,6 +107,7 @@ class TakingDirection:
 
     def __init__(self) -> None:
         self.on = False
+        self.without_graph = False  # a statistic was updated under activation checkpointing
 
 
 class _ConstantInStep(torch.autograd.Function):
@@ -177,6 +195,10 @@ class RunningStatistics(TorchFunctionMode):
     def _update(self, mean: Tensor, var: Tensor, x: Tensor, dims: list[int], momentum: float) -> None:
         """The statistics over some dimensions; InstanceNorm averages those of its samples."""
         self._updated.add(id(mean))
+        if checkpointing() or torch._C._current_graph_task_id() != -1:  # pyright: ignore
+            # once in the forward pass, and once more as it is run again in the backward pass
+            self._taking.without_graph = True
+            x = x.detach()
         for running, batch in zip((mean, var), (x.mean(dims), x.var(dims, correction=1)), strict=True):
             batch = batch if batch.dim() == 1 else batch.mean(0)
             running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)

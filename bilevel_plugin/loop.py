@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
 
-from .binding import Binding, Inside, Loss, evaluating_loss, scalar
+from .binding import OWNER, Binding, Inside, Loss, evaluating_loss, scalar
 from .graph import (
-    Gradients, Pairs, RecomputationWatch, State, Traced, as_leaves, cut_graph, explained, find_leaves, is_finite, reaches,
-    sequence_number, tensors_of,
+    Gradients, Pairs, State, Traced, as_leaves, cut_graph, explained, find_leaves, is_finite, reaches,
+    sequence_number, tensors_of, vjp,
 )  # fmt: skip
 from .hypergrad import Engine
 from .hypergrad.base import End
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
-from .replay import Conditions, RecordedStep, modes_kept, refuse_hidden_parameter
+from .replay import Conditions, RecordedStep, undisturbed, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule
 from .step import LossMonitor, Step, Term, disconnected
@@ -26,7 +26,6 @@ from .updates import Transform, Transformed, Update, UpdateRule, hooks_of
 
 Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
 Check = Literal["first", "always", False]
-_OWNER = "_bilevel_loop"
 
 
 class Losses(NamedTuple):
@@ -73,10 +72,12 @@ class Loop:
         self._outer: tuple[Any, ...] = ()
         self._monitor = LossMonitor()
         self._sentinel = Sentinel(binding, losses, check)
+        binding.warns = check is not False
+        binding.graphs_are_kept = engine.keeps_graphs
         self._last: tuple[Step, Conditions | None] | None = None
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
+        self._outer_variables: list[Tensor] = []  # that a kept graph has found
         self._k = 0
-        self._token = object()
         self._mark = sequence_number()
         self._closed = False
 
@@ -91,6 +92,13 @@ class Loop:
         binding, k = self._binding, self._k + 1
         binding.check_held(self._z, self._k)
         self._update.check()
+        for x in self._outer_variables:
+            if not x.requires_grad:
+                raise RuntimeError(
+                    f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in the "
+                    "block, and the graph of a step without it would lack its share. Leave it on, and .detach() it in "
+                    "the loss where it is meant to be a constant."
+                )
         self._outer = self._outer if outer is None else as_tuple(outer)
         self._refuse_graph_to_weights("the batch of h", batch)
         cut: Pairs | None = [] if self._tape.replays else None
@@ -118,9 +126,12 @@ class Loop:
             binding.hold(self._z, self._buffers)
         if self._engine.keeps_graphs:
             self._sample(k, step.terms)
+        if self._engine.keeps_graphs or self._engine.traces_steps:
+            known = {id(x) for x in self._outer_variables}
+            self._outer_variables += [x for x in recorded.leaves if id(x) not in known]
         self._last = step, recorded.conditions
         for x in self._z.values():
-            setattr(x, _OWNER, self._token)  # to tell a loss= of earlier weights
+            setattr(x, OWNER, self._binding.token)  # to tell a loss= of earlier weights
         self._mark = sequence_number()
         return Losses(moved.means.get("h"), moved.means.get("g"))
 
@@ -188,7 +199,7 @@ class Loop:
         self._binding.check_held(self._z, self._k)
         self._monitor.raise_if_not_finite()
         self._binding.announce("value")
-        with torch.no_grad(), modes_kept(self._binding), self._inside() as inside:
+        with EXCLUSIVE, torch.no_grad(), undisturbed(self._binding), self._inside() as inside:
             value = self._binding.loss("g", self._outer_loss(), inside, self._outer)
             return self._binding.mean_of_loss("g", value.detach())
 
@@ -298,10 +309,22 @@ class Loop:
                 "the model. Use Reverse() without truncate, or Unroll()."
             )
         once = list({id(x): x for x in wanted}.values())  # an input may be given under two names
+        if self._engine.keeps_graphs or self._engine.traces_steps:
+            self._refuse_late(once)
         if self._binding.own_parameters:  # in the graphs these are w_k; w_0 is reached by the adjoint
             once = [x for x in once if id(x) not in inner]
         found, start = self._pull(once, outer, loss, create_graph)
         return self._collect(wanted, found, start, allow_unused, retain_graph)
+
+    def _refuse_late(self, inputs: list[Tensor]) -> None:
+        for x in inputs:
+            noted = self._binding.noted.get(id(x))
+            if noted is not None and noted() is x and self._k:
+                raise ValueError(
+                    f"bilevel.inner: an input (shape {tuple(x.shape)}) did not require grad when the losses were first "
+                    "evaluated, so that the graphs of those steps lack it. Set requires_grad before the first step, or "
+                    "use engine='reverse'."
+                )
 
     def _collect(
         self, wanted: list[Tensor], found: Gradients, start: State, allow_unused: bool, retain_graph: bool
@@ -342,7 +365,7 @@ class Loop:
         binding.check_same_on_all_ranks(self._z)
         end = self._end(outer, loss)
         try:
-            with torch.enable_grad(), modes_kept(binding), EXCLUSIVE:
+            with EXCLUSIVE, torch.enable_grad(), undisturbed(binding):
                 if self._last is not None:
                     batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
                     self._sentinel.examine(*self._last, self._z, self._buffers, batch)
@@ -381,11 +404,12 @@ class Loop:
 
     def _refuse_graph_to_weights(self, where: str, batch: tuple[Any, ...]) -> None:
         """A batch that was computed from this loop's weights has a path that a step would not see."""
-        tensors = [x for x in tensors_of(batch) if x.requires_grad and not x.is_leaf]
+        tensors = [x for x in tensors_of(batch) if x.requires_grad]
         if tensors:
             inner = {id(p) for p in self._binding.parameters.values()} | {id(x) for x in self._z.values()}
             stop = {x.grad_fn for x in self._z.values()} - {None}
-            if reaches(tensors, inner, stop, self._binding.opened):
+            itself = any(id(x) in inner or self.is_of_earlier_weights(x) for x in tensors)
+            if itself or reaches([x for x in tensors if not x.is_leaf], inner, stop, self._binding.opened):
                 raise ValueError(
                     f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a graph "
                     "back to them, of which a step would not see the end. Compute it inside h (or g), or .detach() it "
@@ -411,7 +435,7 @@ class Loop:
 
     def is_of_earlier_weights(self, leaf: Tensor) -> bool:
         """Whether a leaf is the weights of an earlier step of this loop."""
-        return getattr(leaf, _OWNER, None) is self._token
+        return getattr(leaf, OWNER, None) is self._binding.token
 
     def _check_open(self) -> None:
         if self._closed:
@@ -432,7 +456,7 @@ class Loop:
         finally:
             self._binding.close()
             self._z, self._origin, self._buffers, self._outer, self._last = {}, {}, {}, (), None
-            self._samples = []
+            self._samples, self._outer_variables = [], []
             self._tape = self._engine.tape()
             self._monitor = LossMonitor()
 
@@ -442,30 +466,37 @@ class _OuterLoss(End):
 
     def __init__(self, loop: Loop, g: Loss, batch: tuple[Any, ...]) -> None:
         self._loop, self._g = loop, g
+        self._watched: State = {}
         self._cut: Pairs = []
         self._batch = cut_graph(batch, self._cut) if loop._tape.replays else batch
 
     @contextmanager
     def traced(self, z: State | None = None) -> Generator[Traced]:
         loop, binding = self._loop, self._loop._binding
-        kept = loop._engine.keeps_graphs
-        with modes_kept(binding), loop._inside(z) as inside, torch.enable_grad():
-            with RecomputationWatch() if kept and not loop._tape.replays else nullcontext():
-                value = binding.loss("g", self._g, inside, self._batch)
+        with EXCLUSIVE, undisturbed(binding), loop._inside(z) as inside, torch.enable_grad():
+            value = binding.loss("g", self._g, inside, self._batch)
             loop._monitor.record_loss(loop._k + 1, "g", binding.mean_of_loss("g", value.detach()), {})
             stand_ins = [x for _, x in self._cut]
-            at = {**(loop._z if z is None else z), **inside.weights, **inside.statistics}
+            at = {**(loop._z if z is None else z), **inside.leaves, **inside.statistics}
             leaves, connected = find_leaves(value, at.values(), stand_ins)
             if not binding.own_parameters:
                 refuse_hidden_parameter("g", value, at.values(), leaves, binding)
             if not (connected or (value.requires_grad and not loop._tape.replays)):
                 raise disconnected("g")
             self.leaves = leaves
-            yield Traced({**inside.weights, **inside.statistics}, {"g": value}, self._cut, leaves, binding.share)
+            self._watched = inside.watched
+            yield Traced({**inside.leaves, **inside.statistics}, {"g": value}, self._cut, leaves, binding.share)
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         with self.traced(z) as traced:
+            self.warn_of_buffers(traced.to["g"])
             return _pull_loss(traced, self._loop._binding, inputs, into)
+
+
+    def warn_of_buffers(self, value: Tensor) -> None:
+        if self._watched:
+            grads = vjp({"g": value}, {"g": torch.ones_like(value)}, list(self._watched.values()))
+            self._loop._binding.warn_if_read(dict(zip(self._watched, grads, strict=True)))
 
 
 class _GivenLoss(End):

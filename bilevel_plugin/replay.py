@@ -10,14 +10,14 @@ What a step depends on besides z is found in the autograd graph of its losses, n
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .binding import NESTED, Binding, evaluating_loss
-from .graph import Gradients, Pairs, RecomputationWatch, State, Traced, find_leaves, norm, reads_since, sequence_number, tensors_of
+from .binding import NESTED, OWNER, Binding, evaluating_loss
+from .graph import GRAPH_TO_WEIGHTS, Gradients, Pairs, State, Traced, find_leaves, norm, reads_since, sequence_number, tensors_of
 from .kernels import EXCLUSIVE
 from .pullback.base import Pull, Pulled
 from .step import LossMonitor, Moved, Step, disconnected
@@ -85,13 +85,17 @@ class Conditions:
 
 
 @contextmanager
-def modes_kept(binding: Binding) -> Generator[None]:
-    """Train and eval modes that a loss sets inside do not stay."""
-    modes = [m.training for m in binding.modules]
+def undisturbed(binding: Binding) -> Generator[None]:
+    """Modes that a loss sets inside do not stay, and random numbers that it draws are drawn again by what comes after.
+
+    So a look at g changes nothing, and `hypergrad` differentiates the very value that `loop.value` has.
+    """
+    modes, random = [m.training for m in binding.modules], _random_states(binding.devices)
     try:
         yield
     finally:
         _set_modes(binding.modules, modes)
+        _set_random_states(random)
 
 
 def _set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
@@ -168,15 +172,13 @@ class RecordedStep:
     def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[str]) -> Moved:
         """The step itself, attached to the graph of z; nothing is remembered. `known` has losses seen before."""
         step, binding, since = self.step, self.step.binding, sequence_number()
-        new = [t.name for t in step.terms if t.name not in known]
-        with RecomputationWatch() if new else nullcontext():
-            moved = step.move(z, self.buffers, graph=True)
+        moved = step.move(z, self.buffers, graph=True)
         for name, mean in moved.means.items():
             monitor.record_loss(self.k, name, mean, z)
         for name, value in zip(moved.values, moved.weighted, strict=True):
-            if name in new:
-                leaves_of_loss(name, value, moved.at, binding, (), since)
-        known.update(new)
+            if name not in known:
+                self.leaves += leaves_of_loss(name, value, moved.at, binding, (), since)
+                known.add(name)
         return moved
 
     def _note(self, moved: Moved, z: State, monitor: LossMonitor, since: int) -> None:
@@ -239,7 +241,7 @@ class RecordedStep:
             step = self.step
             with binding.inside(z, self.buffers, graph=True, statistics=True) as inside:
                 found = step.evaluate(inside, create_graph=True)
-                at = {**z, **inside.weights, **inside.statistics}
+                at = {**z, **inside.leaves, **inside.statistics}
                 with torch.enable_grad():
                     to = step.update(at, binding.mean_of_direction(found.direction))
                 to.update({n: found.buffers[n] for n in binding.statistics})
@@ -312,6 +314,8 @@ def leaves_of_loss(
 ) -> list[Tensor]:
     """The outer variables that the loss depends on; refuses a loss that does not depend on the weights as it should."""
     found, connected = find_leaves(value, state.values(), known, twice=True, since=since)
+    if any(getattr(x, OWNER, None) is binding.token for x in found):
+        raise ValueError(GRAPH_TO_WEIGHTS)
     if not binding.own_parameters:
         refuse_hidden_parameter(name, value, state.values(), found, binding)
     if not connected:

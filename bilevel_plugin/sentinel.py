@@ -24,19 +24,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from .binding import NESTED, Binding, Inside, Loss
-from .graph import State, leaves_read_since, map_tensors, sequence_number, tensors_of
+from .graph import DerivativeWarning, State, grad, leaves_read_since, map_tensors, sequence_number, tensors_of
 from .replay import Conditions
 from .solvers import Value
 from .step import Step, Term, gradient
 
 _EPSILONS = (1e-5, 1e-6, 1e-7)
-_TOLERANCE = 1e-4
+TOLERANCE = 1e-4
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
 _CHECKED: set[object] = set()  # models, by their structure, with the losses that they were checked with
-
-
-class DerivativeWarning(UserWarning):
-    """A derivative that a hypergradient rests on is not that of the loss, or could not be checked."""
 
 
 @dataclass
@@ -94,21 +90,21 @@ class Sentinel:
         if not self._is_due(step):
             return
         conditions = conditions or Conditions(self._binding)
-        probe = _Probe(self._binding, conditions, z, buffers)
+        probe = Probe(self._binding, conditions, z, buffers)
         unchecked: list[str] = []
         u = None
         g = self._losses[1]
         try:
             if g is not None and outer_batch is not None:
                 u, error = probe.first_derivative(Term("g", g, outer_batch))
-                if error > _TOLERANCE:
+                if error > TOLERANCE:
                     self._warn("the gradient of g", error)
             if step.terms:
                 error = probe.second_derivative(step, u)
-                if error > _TOLERANCE:
+                if error > TOLERANCE:
                     names = " and ".join(t.name for t in step.terms)
                     self._warn(f"the second derivative of {names}", error, step.k)
-        except _NotChecked as why:
+        except NotChecked as why:
             unchecked.append(str(why))
         if unchecked:
             warnings.warn(
@@ -131,11 +127,11 @@ class Sentinel:
         )
 
 
-class _NotChecked(Exception):
-    pass
+class NotChecked(Exception):
+    """Why a derivative could not be compared with differences."""
 
 
-class _Probe:
+class Probe:
     """Losses of one loop in float64, as functions of weights and outer variables."""
 
     def __init__(self, binding: Binding, conditions: Conditions, z: State, buffers: State) -> None:
@@ -196,7 +192,7 @@ class _Probe:
             with self._inside(point) as inside:
                 (value,) = values = self._losses([term], [1.0], point, inside)
                 inputs = self._add_leaves(point, values, inside)
-                grads = torch.autograd.grad(value, inputs, allow_unused=True)
+                grads = grad([value], inputs, [None])
             v = _filled(grads, point.tensors())
             n = len(point.weights)
 
@@ -226,7 +222,7 @@ class _Probe:
                 grads: Sequence[Tensor | None] = [None] * len(inputs)
                 if keys:
                     outputs, along_u = [d[n] for n in keys], [u[n] for n in keys]
-                    grads = torch.autograd.grad(outputs, inputs, along_u, allow_unused=True)
+                    grads = grad(outputs, inputs, along_u)
                 moves = [d[n].detach() if n in d else torch.zeros_like(x) for n, x in point.weights.items()]
             v = _filled(grads, point.tensors())
 
@@ -247,13 +243,13 @@ def _guarded() -> Generator[None]:
     """What does not run in float64 is said to be unchecked; errors of ours are errors."""
     try:
         yield
-    except (KeyboardInterrupt, MemoryError):
+    except (NotChecked, MemoryError):
         raise
     except Exception as error:
         if str(error).startswith("bilevel.") and "float64" not in str(error):
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise _NotChecked(f"in float64 the losses raise {type(error).__name__}: {first}") from None
+        raise NotChecked(f"in float64 the losses raise {type(error).__name__}: {first}") from None
 
 
 @contextmanager
@@ -342,9 +338,7 @@ def _compare(got: float, at: Callable[[float], tuple[float, float]], loss: float
     """
     best, before = 1.0, None
     for eps in _EPSILONS:
-        (ahead, value), (behind, _) = at(eps), at(-eps)
-        if abs(value - loss) > 0.01 * max(abs(loss), abs(value), 1e-6):
-            raise _NotChecked("the losses have another value each time that they are evaluated (random numbers?)")
+        ahead, behind = at(eps)[0], at(-eps)[0]
         expected = (ahead - behind) / (2 * eps)
         size = max(abs(expected), abs(got))
         rounding = 2**-50 * max(abs(ahead), abs(behind)) / eps
@@ -352,6 +346,8 @@ def _compare(got: float, at: Callable[[float], tuple[float, float]], loss: float
             return 0.0
         rough = max(rounding, 0.0 if before is None else abs(expected - before))
         best, before = min(best, max(0.0, abs(expected - got) - rough) / size), expected
-        if best <= _TOLERANCE / 10:
+        if best <= TOLERANCE / 10:
             return best
+    if not abs(at(0.0)[1] - loss) <= 1e-6 * abs(loss):
+        raise NotChecked("the losses have another value each time that they are evaluated (random numbers?)")
     return best

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .binding import Binding, Inside, Loss
-from .graph import State, explained
+from .graph import State, explained, grad
 from .kernels import full_precision
 from .solvers import Value
 from .updates import Update
@@ -90,10 +90,12 @@ class Step:
         with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
             found = self.evaluate(inside, create_graph=graph)
             means = {n: binding.mean_of_loss(n, x) for n, x in found.values.items()}
-            at = {**z, **inside.weights, **inside.statistics} if graph else z
+            at = {**z, **inside.leaves, **inside.statistics} if graph else z
             with full_precision(), torch.set_grad_enabled(graph):
                 d = binding.mean_of_direction(found.direction)
                 to = self.update(at, d)
+            if graph and inside.taking.without_graph:
+                raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
             moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, at=at)
             moved.moved = tuple(d)
             if within is not None:
@@ -119,6 +121,7 @@ class Step:
             if n not in binding.moving and not _is_same(to[n], z[n]):
                 binding.moving.add(n)
         rest = {n: _unless_equal(b.detach(), buffers[n]) for n, b in after.items() if n not in to}
+        binding.changing.update(n for n, b in rest.items() if b is not buffers[n] and b.is_floating_point())
         if all(x is buffers[n] for n, x in rest.items()):
             rest = buffers
         return Moved(z if at is None else at, to, values, means, rest, list(weighted), leaves)
@@ -134,10 +137,20 @@ def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool) -> Stat
         with torch.enable_grad():
             total = sum(weighted[1:], weighted[0])
         with full_precision(), explained():
-            grads = torch.autograd.grad(total, list(weights.values()), create_graph=create_graph, allow_unused=True)
+            if not total.requires_grad:
+                return {}
+            grads = grad([total], list(weights.values()), [None], create_graph=create_graph, retain_graph=create_graph)
     finally:
         inside.taking.on = False
     return {n: d.to_dense() if d.is_sparse else d for n, d in zip(weights, grads, strict=True) if d is not None}
+
+
+def statistics_under_checkpointing(instead: str) -> str:
+    return (
+        "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a loss "
+        f"reads them in eval mode: the derivative of that update is not known. Use {instead}, or leave the layer out of "
+        "the checkpointed part."
+    )
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

@@ -17,6 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
 from torch.overrides import TorchFunctionMode
 
 from .graph import State, map_tensors
@@ -354,8 +358,9 @@ def _formula(optimizer: torch.optim.Optimizer) -> Formula | None:
 
 
 def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if getattr(optimizer, kind, None):
+    own = (getattr(optimizer, kind, None) for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
+    for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        if hooks:
             raise ValueError(
                 "bilevel.inner: the optimizer has a hook on its step, and a block reads the optimizer without stepping "
                 "it. Remove the hook; what it does to the gradient can be written as clip=, a function of the direction."

@@ -1,12 +1,16 @@
 """Reverse(compile=True): the same numbers, and an eager run with a reason where it can't be."""
 
+import copy
+import gc
+import weakref
+
 import pytest
 import torch
 from problems import relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin import compiled
+from bilevel_plugin.pullback import compiled
 
 DOUBLE = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler has some of its own
@@ -48,6 +52,98 @@ def test_the_same_numbers_and_compiled_once(monkeypatch):
     assert list(compiled._CACHE.values()) == made
 
 
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, 0.3, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 0.05, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, 0.02),
+    "clipped": None,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_under_every_optimizer(name):
+    """The gradient is compiled, the update stays eager; without a warning, so that it was compiled indeed."""
+    model, h, g, lam, x, y = problem()
+    make = OPTIMIZERS[name]
+    for checkpoint in (1, "sqrt"):
+        grads = []
+        for engine in (bilevel.Reverse(checkpoint), bilevel.Reverse(checkpoint, compile=True)):
+            options = {"lr": 0.3, "clip": 0.05} if make is None else {"optimizer": make(model.parameters())}
+            with bilevel.inner(model, h, g, engine=engine, **options) as loop:
+                loop.run(5, x, y, outer=(x, y))
+                grads.append(torch.cat([d.flatten() for d in loop.hypergrad([lam, *model.parameters()])]))
+        assert relative(*grads) < 1e-12
+
+
+def test_a_rate_that_is_an_outer_variable():
+    """It belongs to the update, which is not compiled."""
+    model, h, g, lam, x, y = problem()
+    rate = torch.tensor(0.3, dtype=DOUBLE, requires_grad=True)
+    grads = []
+    for engine in ("reverse", bilevel.Reverse(compile=True)):
+        with bilevel.inner(model, h, g, engine=engine, lr=rate) as loop:
+            loop.run(4, x, y, outer=(x, y))
+            grads.append(torch.cat([d.flatten() for d in loop.hypergrad([lam, rate])]))
+    assert relative(*grads) < 1e-12
+
+
+def test_another_outer_variable_is_asked_for():
+    """Torch's compiler has no guard on an argument being a closed-over tensor: what was compiled for one is not another's."""
+    model, h, g, lam, x, y = problem()
+    scale = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
+    unused = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
+    scaled = lambda m, x, y: scale.exp() * h(m, x, y)
+    found = []
+    for engine in ("reverse", bilevel.Reverse(compile=True)):
+        with bilevel.inner(model, scaled, g, lr=0.3, engine=engine) as loop:
+            loop.run(3, x, y, outer=(x, y))
+            asked = [loop.hypergrad(t, allow_unused=True) for t in ([scale], [lam], [unused], [lam, scale], [scale, lam])]
+            found.append([grad for grads in asked for grad in grads])
+    for mine, exact in zip(*reversed(found), strict=True):
+        assert mine.shape == exact.shape
+        assert relative(mine, exact) < 1e-12
+
+
+def test_a_batch_that_is_closed_over_at_first():
+    """The same guard is missing between a batch and a tensor that the loss closes over."""
+    model, _, g, lam, x, y = problem()
+    other, target = torch.randn(12, 4, dtype=DOUBLE), torch.randint(3, (12,))
+    h = lambda m, z: (lam.sigmoid() * m(x).square().mean(1) * z.square().mean(1)).mean()
+    found = []
+    for engine in ("reverse", bilevel.Reverse(compile=True)):
+        with bilevel.inner(model, h, g, lr=0.3, engine=engine) as loop:
+            loop.run(3, x, outer=(x, y))
+            loop.run(3, other, outer=(x, target))
+            found.append(loop.hypergrad(lam))
+    assert relative(*found) < 1e-12
+
+
+def test_more_models_than_the_compiler_counts():
+    """Torch gives up at the ninth version of a function; here every model has functions of its own, and eight are kept."""
+    _, h, g, lam, x, y = problem()
+    small, watched = nn.Linear(4, 3).double(), []
+
+    def run(m, engine):
+        with bilevel.inner(m, h, g, solver="gd", lr=0.3, engine=engine) as loop:
+            loop.run(3, x, y, outer=(x, y))
+            return loop.hypergrad(lam)
+
+    compiled._CACHE.clear()
+    for _ in range(10):
+        mine = copy.deepcopy(small)
+        with torch.no_grad():
+            mine.weight.normal_()
+        assert relative(run(mine, bilevel.Reverse(compile=True)), run(mine, "reverse")) < 1e-12
+        watched.append(weakref.ref(mine))
+        assert len(compiled._CACHE) <= 8
+    del mine
+    compiled._CACHE.clear()
+    gc.collect()
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any(ref() is not None for ref in watched)  # what the cache has let go of is gone
+
+
 def test_tasks():
     model, *_ = problem()
     lam = torch.zeros(7, dtype=DOUBLE, requires_grad=True)
@@ -76,9 +172,12 @@ def fallback(why, h, g, lam, x, y, model, **options):
 
 def test_what_can_not_be_compiled_runs_eagerly_and_says_so():
     model, h, g, lam, x, y = problem()
-    fallback("optimizer", h, g, lam, x, y, model, optimizer=torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    normed, h_normed, g_normed, *rest = problem(nn.utils.parametrizations.weight_norm(nn.Linear(5, 5)))
+    fallback("weight_norm", h_normed, g_normed, *rest, normed, lr=0.1)
     dropped, h_dropped, g_dropped, *rest = problem(nn.Dropout(0.3))
     fallback("random numbers", h_dropped, g_dropped, *rest, dropped, lr=0.1)
+    rate = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
+    fallback("external grad_fn", h, g, rate, x, y, model, solver=bilevel.BiGSAM(rate))  # t·α_k has a graph of its own
     encoded = torch.exp(lam)
     fallback("external grad_fn", lambda m, x, y: (encoded * h(m, x, y)).mean(), g, lam, x, y, model, lr=0.1)
     broken = lambda m, x, y: h(m, x, y) * (1.0 if x.sum().item() < 1e9 else 2.0)

@@ -1,12 +1,17 @@
-"""A step that is differentiated without its value: the same gradient as `unroll`, for whatever the model does."""
+"""How one step is differentiated: every pullback gives the gradient of `unroll`, whatever the model and the optimizer do."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.nn.functional as F
+from problems import relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.lean import Lean
+from benchmarks.measure import Counter
+from bilevel_plugin.pullback import PULLBACKS, lean
+from bilevel_plugin.pullback.lean import LeanProducts
 
 N = 6
 
@@ -90,47 +95,73 @@ def forward_mode(model, x):
 
 
 LOSSES = [plain, decay, pseudo_labels, flat_minimum, flat_in_x, forward_mode]
+CASES = [
+    (name, loss)
+    for name in MODELS
+    for loss in LOSSES
+    if name != "batch norm" or loss not in (flat_in_x, forward_mode)  # these can't write to its running statistics
+]
 
 
-def hypergradient(model, loss, engine, solver="bigsam"):
+@pytest.fixture
+def left_out(monkeypatch):
+    """The number of weights whose gradient was left out, for every step that the lean pullback went through."""
+    counts = []
+
+    class Counted(LeanProducts):
+        @contextmanager
+        def taking_gradient(self):
+            with super().taking_gradient():
+                yield
+            counts.append(len(self.without_value))
+
+    monkeypatch.setattr(lean, "LeanProducts", Counted)
+    return counts
+
+
+def hypergradient(model, loss, engine, rate_of="solver"):
+    """For λ, the rate and w_0. The rate is part of the loss (the solver's) or of the update (lr=)."""
     torch.manual_seed(1)
     x, xv = torch.randn(2, N, 24, dtype=torch.float64)
     lam = torch.linspace(-1, 1, N, dtype=torch.float64, requires_grad=True)
     rate = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
     h = lambda m, x: (lam.sigmoid() * loss(m, x)).mean()
     g = lambda m, x: (plain(m, x) - 1).square().mean()
-    with bilevel.inner(model, h, g, solver=solver, lr=rate, engine=engine) as loop:
+    options = {"solver": bilevel.BiGSAM(rate)} if rate_of == "solver" else {"lr": rate}
+    with bilevel.inner(model, h, g, engine=engine, check=False, **options) as loop:
         loop.run(4, x, outer=(xv,))
-        grads = loop.hypergrad([lam, rate, *model.parameters()], allow_unused=True)
-        return grads, loop._watch.lean
+        return loop.hypergrad([lam, rate, *model.parameters()], allow_unused=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning", "ignore:Using padding='same':UserWarning")
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", MODELS)
-def test_agrees_with_unroll(name, loss):
-    if loss in (flat_in_x, forward_mode) and name in ("batch norm",):
-        pytest.skip("transforms refuse to write to its running statistics")
+@pytest.mark.parametrize(("name", "loss"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_agrees_with_unroll(name, loss, left_out):
     torch.manual_seed(0)
     model = MODELS[name]().double()
-    expected, _ = hypergradient(model, loss, "unroll")
-    for engine in ("reverse", bilevel.Reverse("sqrt")):
-        found, lean = hypergradient(model, loss, engine)
-        for mine, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13)
-        if loss in (plain, decay, pseudo_labels, flat_minimum):
-            assert lean
+    for rate_of in ("solver", "update"):
+        expected = hypergradient(model, loss, "unroll", rate_of)
+        for engine in ("reverse", bilevel.Reverse("sqrt")):
+            left_out.clear()
+            found = hypergradient(model, loss, engine, rate_of)
+            for mine, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13)
+            # the derivative for a rate of the update takes the numbers of the gradient
+            assert len(left_out) == (4 if rate_of == "solver" else 0)
+            if rate_of == "solver" and name not in ("weight norm", "conv2d same") and loss is not forward_mode:
+                assert all(left_out)
 
 
 def test_what_is_left_out_and_what_is_not():
     """Zeros for a matrix, the numbers themselves for all else; and a user's own gradient has its own."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
     weights = list(model.parameters())
-    with Lean(weights) as lean:
+    with LeanProducts(weights) as products:
         loss = plain(model, x).mean()
+    with products.taking_gradient():
+        found = torch.autograd.grad(loss, weights, create_graph=True)
     theirs = torch.autograd.grad(plain(model, x).mean(), weights, create_graph=True)
-    for w, mine, true in zip(weights, lean.gradient(loss), theirs, strict=True):
-        assert (id(w) in lean.unread) == (w.dim() == 2)
+    for w, mine, true in zip(weights, found, theirs, strict=True):
+        assert (id(w) in products.without_value) == (w.dim() == 2)
         torch.testing.assert_close(mine, torch.zeros_like(true) if w.dim() == 2 else true)
     for mine, true in zip(torch.autograd.grad(loss, weights), theirs, strict=True):
         torch.testing.assert_close(mine, true)
@@ -146,8 +177,72 @@ def test_a_change_that_the_loss_does_not_show():
         value = (lam.sigmoid() * plain(m, x)).mean()
         return (value + value.detach()) / 2 if half[0] else value
 
-    with bilevel.inner(model, h, lambda m, x: plain(m, x).mean(), solver="gd", lr=0.1) as loop:
+    g = lambda m, x: plain(m, x).mean()
+    with bilevel.inner(model, h, g, solver="gd", lr=0.1, check=False) as loop:  # the sentinel would tell as well
         loop.run(3, x, outer=(x,))
         half[0] = True
         with pytest.raises(RuntimeError, match="ended elsewhere"):
             loop.hypergrad(lam)
+
+
+# --- the contract of all pullbacks ---
+
+LOOPS = {
+    "plain": {"lr": 0.3},
+    "momentum": {"optimizer": lambda p: torch.optim.SGD(p, 0.3, momentum=0.9, weight_decay=0.01, nesterov=True)},
+    "adam": {"optimizer": lambda p: torch.optim.Adam(p, 0.05)},
+    "clip": {"lr": 0.3, "clip": 0.05},
+    "momentum, clip": {"optimizer": lambda p: torch.optim.SGD(p, 0.3, momentum=0.9), "clip": 0.05},
+    "tasks": {"lr": 0.3, "tasks": 3},
+    "tasks, momentum": {"optimizer": lambda p: torch.optim.SGD(p, 0.3, momentum=0.9), "tasks": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler has some of its own
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("how", [*PULLBACKS, "compiled"])
+def test_every_pullback_under_every_update(how, loop, monkeypatch, left_out):
+    """The gradients for λ, a tensor of the batch and w_0 are those of `unroll`, to 1e-10."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    options = dict(LOOPS[loop])
+    if "optimizer" in options:
+        options["optimizer"] = options["optimizer"](model.parameters())
+    tasks = (options["tasks"],) if "tasks" in options else ()
+    lam, raw = torch.zeros(12).double().requires_grad_(), torch.randn(*tasks, 12, 4).double().requires_grad_()
+    x, y = torch.randn(*tasks, 12, 4).double(), torch.randint(3, (*tasks, 12))
+    h, g = weighted(lam)
+
+    def gradients(engine):
+        with bilevel.inner(model, h, g, engine=engine, **options) as loop:
+            loop.run(5, x + raw.tanh(), y, outer=(x, y))
+            return loop.hypergrad([lam, raw, *model.parameters()])
+
+    expected = gradients("unroll")
+    if how == "compiled":
+        found = gradients(bilevel.Reverse(compile=True))
+    else:
+        monkeypatch.setitem(PULLBACKS, "lean", PULLBACKS[how])  # the one that Reverse takes
+        found = gradients("reverse")
+        assert bool(left_out) == (how == "lean" and loop in ("plain", "momentum"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert float(theirs.norm()) > 0
+        assert relative(mine, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_momentum_costs_no_product_more(momentum):
+    """Five matrix products for a step and its derivative, as for a plain step (tests/test_waste.py)."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(7, 3), torch.randn(20, 7), torch.randint(3, (20,))
+    lam = torch.zeros(20, requires_grad=True)
+    h, g = weighted(lam)
+
+    def products(steps):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+        with Counter() as count, bilevel.inner(model, h, g, solver="gd", optimizer=optimizer, check=False) as loop:
+            loop.run(steps, x, y, outer=(x, y))
+            loop.hypergrad(lam)
+        return count.of("mm", "addmm", "bmm")
+
+    assert (products(8) - products(4)) / 4 == 5

@@ -1,6 +1,7 @@
 """Where the block can't be the user's loop it says so: right, or refused by name, and never another loop in silence.
 
-The rows are those of the table in docs/exactness.md, in its order, and after them what an enemy thought of.
+Row by row: functions that hide a derivative, graphs, hooks, aliases, options, what changes on the way, processes,
+crashes; at the end what an enemy thought of besides.
 """
 
 from __future__ import annotations
@@ -54,16 +55,19 @@ from test_own_loop import (
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import bilevel_plugin as bilevel
 
 pytestmark = pytest.mark.usefixtures("double")
 SOME = {n: ENGINES[n] for n in ("reverse", "memory", "unroll", "forward")}
-COMPILER = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*runs eagerly")
+COMPILER = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:.*runs eagerly", "ignore::UserWarning:torch"
+)
 
 
-def attempt(model, h, g, lam, batch=(), outer=(), steps=STEPS, between=lambda k: None, **options) -> Tensor:
-    """The hypergradient of a block, wherever on the way it may be refused; the model is put back."""
+def attempt(model, h, g, lam, batch=(), outer=(), steps=STEPS, between=lambda k: None, but="", **options) -> Tensor:
+    """The hypergradient of a block, wherever on the way it may be refused; the model is put back (`but`: unchanged)."""
     before = everything(model)
     try:
         with bilevel.inner(model, h, g, check=False, **{"solver": "gd", "lr": RATE, **options}) as loop:
@@ -72,13 +76,13 @@ def attempt(model, h, g, lam, batch=(), outer=(), steps=STEPS, between=lambda k:
                 between(k)
             return loop.hypergrad(lam)
     finally:
-        unchanged(model, before)
+        unchanged(model, before, but)
 
 
 # --- once_differentiable ---
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_once_differentiable_in_g_of_a_step(engine):
     """h comes first and is honest: each loss has to be looked at."""
     lam = start()
@@ -89,7 +93,7 @@ def test_once_differentiable_in_g_of_a_step(engine):
         attempt(mlp(), h, g, lam, data(), data(5), solver=solver, lr=None, engine=ENGINES[engine])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("which", ["h", "g"])
 def test_once_differentiable_with_a_constant_incoming_gradient(which, engine):
     """What comes in has no graph, so that autograd puts no Error node behind what comes out."""
@@ -144,9 +148,16 @@ EXTRAS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("carrier", ["batch", "dict", "closure", "closure alone"])
-@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("engine", SOME)
+@pytest.mark.parametrize(
+    ("name", "carrier"),
+    [
+        *itertools.product(EXTRAS, ["batch", "closure"]),
+        ("loop(x)", "dict"),
+        ("loop(x)", "closure alone"),
+        ("a parameter", "closure alone"),
+    ],
+)
 def test_a_graph_back_to_the_weights(name, carrier, engine):
     """In the plain loop the gradient goes through it."""
     get, inside = EXTRAS[name]
@@ -176,7 +187,7 @@ def test_a_graph_back_to_the_weights(name, carrier, engine):
     unchanged(model, before)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_a_rollout_whose_loss_is_made_from_its_log_probabilities_alone(engine):
     """REINFORCE as it is often written: h does not call the model at all."""
     lam, rewards = start(), torch.randn(SAMPLES)
@@ -219,7 +230,7 @@ class Carry(nn.Module):
         return x + self.state
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_a_buffer_with_a_graph(engine):
     """The plain loop can't go back twice through it; a block would cut it, each engine elsewhere."""
     lam = start()
@@ -389,18 +400,25 @@ HOOKS = {
     "forward": on_the_way_there,
     "on a tensor of h": on_a_tensor,
 }
+FIRES_TWICE = ["backward", "backward, before", "on a tensor of h"]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("engine", SOME)
+@pytest.mark.parametrize("name", [n for n in HOOKS if n not in FIRES_TWICE])
 def test_hooks_of_parameters_and_modules(name, engine):
     right_or_refused(losses(mlp, HOOKS[name]), ENGINES[engine], "hook|run again")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["forward", "on a tensor of h"])
-def test_hooks_that_are_part_of_the_loss_are_honoured(name, engine):
-    exact(losses(mlp, HOOKS[name]), ENGINES[engine])
+@pytest.mark.parametrize("engine", SOME)
+@pytest.mark.parametrize("name", FIRES_TWICE)
+def test_hooks_on_the_way_back_are_right_refused_or_warned_of(name, engine):
+    """They fire in the second derivative too, where they have no business: wrong in any double backward of torch."""
+    right_or_refused(losses(mlp, HOOKS[name]), ENGINES[engine], "hook|run again", check="first")
+
+
+@pytest.mark.parametrize("engine", SOME)
+def test_forward_hooks_are_part_of_the_loss(engine):
+    exact(losses(mlp, HOOKS["forward"]), ENGINES[engine])
 
 
 def clip_values(optimizer, *_):
@@ -418,7 +436,6 @@ def project(optimizer, *_):
 @pytest.mark.parametrize("when", ["before", "after", "before, everywhere", "after, everywhere"])
 def test_hooks_of_optimizers(when, engine):
     """Clipping before a step, a projection after it."""
-    register = torch.optim.optimizer
     hook = clip_values if when.startswith("before") else project
     handles = []
 
@@ -431,9 +448,9 @@ def test_hooks_of_optimizers(when, engine):
         return optimizer
 
     if when == "before, everywhere":
-        handles.append(register.register_optimizer_step_pre_hook(hook))
+        handles.append(register_optimizer_step_pre_hook(hook))
     elif when == "after, everywhere":
-        handles.append(register.register_optimizer_step_post_hook(hook))
+        handles.append(register_optimizer_step_post_hook(hook))
     try:
         right_or_refused(losses(mlp), ENGINES[engine], "hook", optimizer=hooked)
     finally:
@@ -442,9 +459,9 @@ def test_hooks_of_optimizers(when, engine):
 
 
 @pytest.mark.parametrize("engine", SOME)
-@pytest.mark.parametrize("how", ["with gradients", "without", "another one"])
+@pytest.mark.parametrize("how", ["its own", "another one"])
 def test_optimizer_step_in_the_block(how, engine):
-    """It was left where the plain loop had it: two steps in one, or none that counts."""
+    """It was left where the plain loop had it: two steps in one."""
     lam, batch, outer = start(), data(), data(5)
     h, g = weighted(lam)
     model = mlp()
@@ -452,16 +469,30 @@ def test_optimizer_step_in_the_block(how, engine):
     other = torch.optim.SGD(model.parameters(), RATE) if how == "another one" else optimizer
 
     def between(k):
-        if how != "without":
-            h(model, *batch).backward(inputs=list(model.parameters()))
+        h(model, *batch).backward(inputs=list(model.parameters()))
         other.step()
 
     with refused(r"optimizer\.step|\.step\(\)|by hand"):
-        attempt(model, h, g, lam, batch, outer, optimizer=optimizer, lr=None, engine=ENGINES[engine], between=between)
+        options = {"optimizer": optimizer, "lr": None, "engine": ENGINES[engine]}
+        attempt(model, h, g, lam, batch, outer, between=between, but="grad", **options)
     held = tensors(model)
     h(model, *batch).backward()
     optimizer.step()  # after the block it is the user's again
     assert not torch.equal(model[0].weight, held["0.weight"])
+
+
+@pytest.mark.parametrize("engine", SOME)
+def test_optimizer_step_in_the_block_without_gradients(engine):
+    """It does nothing, in torch as well: right, or refused."""
+    right_or_refused(losses(mlp), ENGINES[engine], r"optimizer\.step|\.step\(\)", between=lambda k, m, o: idle(m, o))
+
+
+def idle(model, optimizer):
+    held = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    for p, grad in zip(model.parameters(), held, strict=True):
+        p.grad = grad
 
 
 def test_the_step_of_the_outer_optimizer_in_the_block_is_none_of_our_business():
@@ -492,7 +523,7 @@ def in_a_buffer(function):
     return build
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("function", [lambda lam: lam, torch.sigmoid], ids=["a leaf", "with a graph"])
 def test_an_outer_variable_in_a_buffer(function, engine):
     right_or_refused(in_a_buffer(function), ENGINES[engine], "buffer")
@@ -508,7 +539,7 @@ class Twins(nn.Module):
 
     def forward(self, x):
         x = self.b(self.a(x).tanh()).tanh()
-        return self.out(F.linear(x, self.copy) if hasattr(self, "copy") else x)
+        return self.out(F.linear(x, 4 * self.copy) if hasattr(self, "copy") else x)
 
 
 class Overlapping(nn.Module):
@@ -547,14 +578,15 @@ def by_a_transposed_buffer(m):
 TIES = [by_data, by_a_buffer, by_a_frozen_parameter, by_an_attribute, by_a_transposed_buffer]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("tie", [*TIES, "overlapping"], ids=lambda t: getattr(t, "__name__", t))
 def test_weights_that_share_memory(tie, engine):
     make = (lambda: Overlapping(3)) if tie == "overlapping" else (lambda: Twins(tie))
-    right_or_refused(losses(make), ENGINES[engine], r"tied|shares?\b.*\b(memory|storage)")
+    check = "first" if tie is by_an_attribute else False  # of a plain attribute the sentinel may be the first to know
+    right_or_refused(losses(make), ENGINES[engine], r"tied|shares?\b.*\b(memory|storage)", check=check)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("shift", [6, 8])
 def test_weights_side_by_side_in_one_tensor_share_nothing(shift, engine):
     exact(losses(lambda: Overlapping(shift)), ENGINES[engine])
@@ -564,14 +596,14 @@ def orthogonal() -> nn.Module:
     return mlp(parametrizations.orthogonal(nn.Linear(4, 4)))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_cached_parametrizations_around_the_block(engine):
     """The layer's weight is computed once, at w_0, and kept."""
     with refused("cached"), parametrize.cached():
         block(losses(orthogonal), start(), ENGINES[engine])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_cached_parametrizations_inside_h(engine):
     def wrap(h, g):
         def cached(m, x, y):
@@ -624,7 +656,7 @@ CHANGES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_trained_changes_in_the_loop(name, engine):
     make, optimizer, between = CHANGES[name]
@@ -632,14 +664,14 @@ def test_what_is_trained_changes_in_the_loop(name, engine):
     right_or_refused(losses(make), ENGINES[engine], words, optimizer=optimizer, between=between)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("name", ["frozen", "unfrozen"])
 def test_what_is_trained_changes_in_the_loop_of_a_rate(name, engine):
     make, _, between = CHANGES[name]
     right_or_refused(losses(make), ENGINES[engine], "requires_grad|frozen", optimizer=None, between=between)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("first", [False, True], ids=["set late", "off for a while"])
 def test_an_outer_variable_that_requires_grad_late(first, engine):
     lam = start().detach().requires_grad_(first)
@@ -664,7 +696,7 @@ ZEROS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize(("kind", "option"), [(k, o) for k, options in ZEROS.items() for o in options])
 def test_optimizer_options_that_are_tensors_of_value_0(kind, option, engine):
     """`if group["weight_decay"]:` is false, and yet the derivative is not 0."""
@@ -673,7 +705,7 @@ def test_optimizer_options_that_are_tensors_of_value_0(kind, option, engine):
 
     def by_number(model):
         optimizer = make(model, 0.0)
-        optimizer.param_groups[0][option] = float(zero)  # its constructor refuses what is below 0
+        optimizer.param_groups[0][option] = float(zero.detach())  # its constructor refuses what is below 0
         return optimizer
 
     build = lambda _: losses(mlp)(start().detach())
@@ -682,7 +714,7 @@ def test_optimizer_options_that_are_tensors_of_value_0(kind, option, engine):
     judge(found, build, zero, bits=False, optimizer=by_number)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("rule", ["penalty", "bigsam", "gd"])
 def test_rates_that_are_tensors_of_value_0(rule, engine):
     zero, lam = torch.zeros((), requires_grad=True), start().detach()
@@ -695,7 +727,7 @@ def test_rates_that_are_tensors_of_value_0(rule, engine):
     model, h, g, batch, outer = losses(mlp)(lam)
 
     def by_hand() -> float:
-        z, one = float(zero), copy.deepcopy(model)
+        z, one = float(zero.detach()), copy.deepcopy(model)
         c_h, c_g = {"penalty": (RATE, RATE * z), "bigsam": (RATE / 2, z / 2), "gd": (z, 0.0)}[rule]
         for _ in range(3):
             grads = torch.autograd.grad(c_h * h(one, *batch) + c_g * g(one, *outer), list(one.parameters()))
@@ -743,12 +775,11 @@ def drifting(box, lam, what):
     return (h if what == "a number in g" else mine), scaled, solver
 
 
-@pytest.mark.parametrize("by", [2.0, 1.0001])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", MOVES)
-def test_what_changed_since_a_step_is_noticed(what, engine, by):
+def test_what_changed_since_a_step_is_noticed(what, engine):
     """A linear layer without a bias: no weight whose gradient is read for nothing else."""
-    lam, batch, outer = start(), data(), data(5)
+    lam, batch, outer, by = start(), data(), data(5), 1.0001
     torch.manual_seed(0)
     model = nn.Linear(3, 2, bias=False)
 
@@ -774,7 +805,7 @@ def test_what_changed_since_a_step_is_noticed(what, engine, by):
 
 
 @pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_an_optimizer_whose_options_change_after_the_steps(engine, lr):
     """A scheduler's last call, between the last step and hypergrad: recorded, or noticed."""
     rate = copy.copy(lr)
@@ -856,13 +887,14 @@ WRITES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("name", WRITES)
 def test_weights_that_are_written_inside_h(name, engine):
-    right_or_refused(WRITES[name], ENGINES[engine], "max_norm|written|wrote|in place|changed|by hand|run again")
+    words, but = "max_norm|written|wrote|in place|changed|by hand|run again", "memory" if name == "other memory" else ""
+    right_or_refused(WRITES[name], ENGINES[engine], words, but=but)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_weights_that_are_written_inside_g(engine):
     """After the loop, in value and hypergrad: the next step must not start from them."""
     write = projecting(lambda m: m[0].weight.data.mul_(0.5))
@@ -871,7 +903,7 @@ def test_weights_that_are_written_inside_g(engine):
     )
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_an_outer_variable_that_is_written_inside_h(engine):
     def build(lam):
         model, h, g, batch, outer = losses(mlp)(lam)
@@ -896,7 +928,7 @@ REFILLS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("how", REFILLS)
 def test_a_batch_that_is_refilled(how, engine):
     """One buffer for all batches, as a loader with pinned memory has it; or augmented in place by h."""
@@ -938,7 +970,7 @@ def test_a_batch_that_is_refilled(how, engine):
 # --- second derivatives that torch has not, or has wrong ---
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_an_embedding_whose_gradient_is_scaled_by_frequency(engine):
     right_or_refused(losses(lambda: Words(scale_grad_by_freq=True)), ENGINES[engine], "scale_grad_by_freq")
 
@@ -1131,63 +1163,65 @@ CASES = {
     "one step less": lambda: run(steps=3 - rank),
     "other engines": lambda: run(engine="unroll" if rank else "reverse"),
 }
-found = {}
-for i, (name, case) in enumerate(CASES.items()):
-    dist.init_process_group("gloo", f"file://{folder}/store{i}", datetime.timedelta(seconds=10), 2, rank)
+for i, name in enumerate(list(CASES)[int(sys.argv[3]):]):
+    dist.init_process_group("gloo", f"file://{folder}/{sys.argv[3]}.{i}", datetime.timedelta(seconds=10), 2, rank)
     try:
-        case()
-        found[name] = "nothing was wrong"
+        CASES[name]()
+        found = "nothing was wrong"
     except Exception as error:
-        found[name] = f"{type(error).__name__}: {error}"
-    with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump(found, file)
+        found = f"{type(error).__name__}: {error}"
+    with open(f"{folder}/{rank}.jsonl", "a") as file:
+        print(json.dumps([name, found]), file=file)
     dist.destroy_process_group()
 """
 
 
+DIFFER = {
+    "permuted weights": "different weights",
+    "other rates": "rate|different",
+    "other rates of an optimizer": "rate|different|lr",
+    "other momentum": "momentum|different",
+    "other solvers": "solver|rate|different|weights",
+    "one step more": "out of step|steps",
+    "one step less": "out of step|steps",
+    "other engines": "engine|out of step|different",
+}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two ranks was told; what is missing there came after a process had died."""
-    folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "error", "-c", RANKS]
-    both = [
-        subprocess.Popen(
-            [*command, str(r), str(folder)], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
-        )
-        for r in range(2)
-    ]
-    errors = []
-    for process in both:
-        try:
-            errors.append(process.communicate(timeout=90)[1])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            errors.append("it hung")
-    found = [json.loads(p.read_text()) if (p := folder / f"{r}.json").exists() else {} for r in range(2)]
-    return found, errors
+    """What each of two ranks was told. If one dies in a case, two others go on with the next."""
+    folder, found = tmp_path_factory.mktemp("ranks"), [{}, {}]
+    cases = ["nothing", *DIFFER]
+    while any(len(rank) < len(cases) for rank in found):
+        done = min(map(len, found))
+        command = [sys.executable, "-W", "error", "-c", RANKS]
+        where = {"stderr": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[1]}
+        both = [subprocess.Popen([*command, str(r), str(folder), str(done)], **where) for r in range(2)]
+        errors = []
+        for process in both:
+            try:
+                errors.append(process.communicate(timeout=60)[1])
+            except subprocess.TimeoutExpired:
+                process.kill()
+                errors.append("it hung")
+        for r, rank in enumerate(found):
+            lines = (folder / f"{r}.jsonl").read_text().splitlines() if (folder / f"{r}.jsonl").exists() else []
+            rank.update(json.loads(line) for line in lines)
+        died = cases[min(map(len, found))] if any(len(rank) < len(cases) for rank in found) else None
+        for rank, error in zip(found, errors, strict=True):
+            if died is not None:
+                rank.setdefault(died, f"the process died: {error}")
+    return found
 
 
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        ("permuted weights", "different weights"),
-        ("other rates", "rate|different"),
-        ("other rates of an optimizer", "rate|different|lr"),
-        ("other momentum", "momentum|different"),
-        ("other solvers", "solver|rate|different|weights"),
-        ("one step more", "out of step|steps"),
-        ("one step less", "out of step|steps"),
-        ("other engines", "engine|out of step|different"),
-    ],
-)
-def test_ranks_that_differ_are_told_so_on_both(ranks, case, words):
-    found, errors = ranks
-    for rank, error in zip(found, errors, strict=True):
-        assert rank.get("nothing") == "nothing was wrong", error
-        assert case in rank, error
+@pytest.mark.parametrize("case", DIFFER)
+def test_ranks_that_differ_are_told_so_on_both(ranks, case):
+    for rank in ranks:
+        assert rank["nothing"] == "nothing was wrong"
         kind, _, message = rank[case].partition(": ")
         assert kind in ("RuntimeError", "ValueError"), rank[case]
-        says(RuntimeError(message), (words,))
+        says(RuntimeError(message), (DIFFER[case],))
 
 
 # --- gradcheck on honest problems ---
@@ -1240,14 +1274,14 @@ def test_gradcheck_of_adam_in_float32():
 # --- sparse gradients and batches ---
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_an_embedding_with_sparse_gradients(engine, momentum):
     optimizer = lambda m: torch.optim.SGD(m.parameters(), RATE, momentum=momentum)
     exact(losses(lambda: Words(sparse=True)), ENGINES[engine], bits=False, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_batches(layout, engine):
@@ -1306,7 +1340,7 @@ def test_errors_in_a_pullback_are_the_users_own(engine, error, monkeypatch):
 
 
 @pytest.mark.parametrize("engine", ["reverse", "sqrt"])
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError, ValueError, StopIteration])
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError, RuntimeError, ValueError, KeyboardInterrupt])
 def test_errors_of_h_in_a_replay_are_the_users_own(engine, error):
     model, lam, calls = mlp(), start(), itertools.count(1)
     h, g = weighted(lam)
@@ -1328,7 +1362,7 @@ def test_torch_jit(how, engine):
     right_or_refused(losses(make), ENGINES[engine], "jit|script|trace")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("of", ["lr=", "a solver", "an optimizer"])
 def test_a_rate_of_shape_1(of, engine):
     """Right, with a gradient of that shape; or a sentence."""
@@ -1341,7 +1375,9 @@ def test_a_rate_of_shape_1(of, engine):
         "a solver": {"solver": bilevel.GD(rate), "lr": None},
         "an optimizer": {"optimizer": torch.optim.SGD(model.parameters(), rate), "lr": None},
     }[of]
-    by_number = lambda: plain(build, rate, optimizer=lambda m: torch.optim.SGD(m.parameters(), float(rate))).value
+    by_number = lambda: (
+        plain(build, rate, optimizer=lambda m: torch.optim.SGD(m.parameters(), float(rate.detach()))).value
+    )
     try:
         got = attempt(model, h, g, rate, batch, outer, engine=ENGINES[engine], **how)
     except REFUSALS as error:
@@ -1381,7 +1417,7 @@ def test_backward_inside_h(engine, retain):
         return loss
 
     try:
-        got = attempt(model, stepping, g, lam, batch, outer, engine=ENGINES[engine])
+        got = attempt(model, stepping, g, lam, batch, outer, engine=ENGINES[engine], but="grad")
     except REFUSALS as error:
         says(error, (r"backward",))
     else:
@@ -1448,15 +1484,15 @@ def by_one_number(m):
 BY_HAND = [by_load_state_dict, by_vector, by_other_memory, by_numpy, by_no_grad, by_init, by_one_number]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("change", BY_HAND)
-@pytest.mark.parametrize("at", [1, STEPS - 1], ids=["between two steps", "at the end"])
+@pytest.mark.parametrize("engine", SOME)
+@pytest.mark.parametrize(("change", "at"), [*((change, 1) for change in BY_HAND), (by_no_grad, STEPS - 1)])
 def test_weights_that_are_changed_by_hand_in_the_block(change, at, engine):
     """Its derivative is not known, and a replay would not have it."""
     lam, model = start(), mlp()
     between = lambda k: change(model) if k == at else None
+    but = "memory" if change in (by_other_memory, by_vector) else ""
     with refused("by hand|changed"):
-        attempt(model, *weighted(lam), lam, data(), data(5), engine=ENGINES[engine], between=between)
+        attempt(model, *weighted(lam), lam, data(), data(5), engine=ENGINES[engine], between=between, but=but)
 
 
 def by_half(m):
@@ -1467,13 +1503,13 @@ def by_float(m):
     m.to(torch.float32)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("change", [by_half, by_float])
 def test_a_model_of_another_type_in_the_block(change, engine):
     lam, model = start(), mlp()
     between = lambda k: change(model) if k == 1 else None
     with refused("dtype|type|torch.float|by hand|changed"):
-        attempt(model, *weighted(lam), lam, data(), data(5), engine=ENGINES[engine], between=between)
+        attempt(model, *weighted(lam), lam, data(), data(5), engine=ENGINES[engine], between=between, but="memory")
 
 
 def replace_layer(m):
@@ -1496,9 +1532,18 @@ def add_layer(m):
     m.append(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("change", [replace_layer, replace_parameter, add_parametrization, drop_bias, add_layer])
-@pytest.mark.parametrize("at", [1, STEPS - 1], ids=["between two steps", "at the end"])
+@pytest.mark.parametrize("engine", SOME)
+@pytest.mark.parametrize(
+    ("change", "at"),
+    [
+        (replace_layer, 1),
+        (replace_parameter, 1),
+        (add_parametrization, 1),
+        (drop_bias, 1),
+        (add_layer, 1),
+        (replace_layer, STEPS - 1),
+    ],
+)
 def test_other_parameters_in_the_block(change, at, engine):
     lam = start()
     model, h, g, batch, outer = losses(mlp)(lam)
@@ -1511,23 +1556,33 @@ def test_other_parameters_in_the_block(change, at, engine):
             loop.hypergrad(lam)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(
-    "do",
-    [
-        lambda k, m, o: m.to(torch.float64).double().train().requires_grad_(True),
-        lambda k, m, o: (m.zero_grad(), o.zero_grad()),
-        lambda k, m, o: m(torch.ones(2, 3)).sum().backward(),
-        lambda k, m, o: copy.deepcopy(m)(torch.ones(2, 3)).sum().backward(),
-        lambda k, m, o: m.load_state_dict(m.state_dict()),
-        lambda k, m, o: (m.state_dict(keep_vars=True), list(m.parameters()), o.state_dict()),
-        lambda k, m, o: torch.manual_seed(k),
-    ],
-    ids=["to", "zero_grad", "backward", "deepcopy", "load its own", "look", "seed"],
-)
-def test_what_the_body_may_do(do, engine):
-    """None of it changes the loop; gradients that it left are gone after the block."""
-    exact(losses(mlp), ENGINES[engine], between=do)
+@torch.no_grad()
+def evaluate_the_average(k, model, _):
+    """As timm and diffusers do: the average into the model, a look at it, and the weights back."""
+    stored = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.mul_(0.9)
+    model(torch.ones(2, 3))
+    for p, w in zip(model.parameters(), stored, strict=True):
+        p.copy_(w)
+
+
+DOES = {
+    "to": lambda k, m, o: m.to(torch.float64).double().train().requires_grad_(True),
+    "zero_grad": lambda k, m, o: (m.zero_grad(), o.zero_grad()),
+    "backward": lambda k, m, o: m(torch.ones(2, 3)).sum().backward(),
+    "deepcopy": lambda k, m, o: copy.deepcopy(m)(torch.ones(2, 3)).sum().backward(),
+    "an average": evaluate_the_average,
+    "look": lambda k, m, o: (m.state_dict(keep_vars=True), list(m.parameters()), o.state_dict()),
+    "seed": lambda k, m, o: torch.manual_seed(k),
+}
+
+
+@pytest.mark.parametrize("engine", SOME)
+@pytest.mark.parametrize("name", DOES)
+def test_what_the_body_may_do(name, engine):
+    """None of it changes the loop."""
+    exact(losses(mlp), ENGINES[engine], between=DOES[name], but="grad" if name == "backward" else "")
 
 
 # --- not in the table: what losses may do ---
@@ -1619,19 +1674,19 @@ def grad_of_func(h, g):
 FREE = [functional, all_functional, gradient_penalty, step_inside, seeded, saved_elsewhere, in_place, captured]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("wrap", FREE)
 def test_what_a_loss_may_do(wrap, engine):
     exact(losses(mlp, wrap), ENGINES[engine])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("wrap", [grad_of_func, frozen_for_a_while])
 def test_what_a_loss_may_do_or_is_told_that_it_may_not(wrap, engine):
     right_or_refused(losses(mlp, wrap), ENGINES[engine], "torch.func|requires_grad|frozen")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_a_copy_of_the_model_made_inside_h(engine):
     """The copy has weights of its own: h does not depend on those of the loop."""
     lam = start()
@@ -1669,13 +1724,13 @@ STATEFUL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_losses_with_a_state_of_their_own(name, engine):
     right_or_refused(STATEFUL[name], ENGINES[engine], "changed|run again|counter")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("lazy", [lambda x: iter([x]), lambda x: (x for _ in range(1)), lambda x: map(torch.sin, [x])])
 def test_a_batch_that_can_be_read_once(lazy, engine):
     """A generator in the batch is empty in a replay. StopIteration would be a riddle."""
@@ -1703,7 +1758,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_of_something_in_the_model(name, engine):
     """As the plain loop does, or noticed where a step is run again. (What the user changed is not undone.)"""
@@ -1713,7 +1768,13 @@ def test_a_schedule_of_something_in_the_model(name, engine):
         lambda k, m, o: change(k, m.train(), o),
     )
     try:
-        found = block(build, lam := start(), ENGINES[engine], between=between, put_back=name != "another activation")
+        found = block(
+            build,
+            lam := start(),
+            ENGINES[engine],
+            between=between,
+            but="modules" if name == "another activation" else "",
+        )
     except REFUSALS as error:
         says(error, ("changed|run again",))
     else:
@@ -1743,7 +1804,7 @@ class Remembering(nn.Module):
         return x * self.plain + self.table
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 def test_a_buffer_that_is_made_in_the_first_call(engine):
     lam = start()
     build = losses(lambda: mlp(Remembering()))
@@ -1761,7 +1822,7 @@ def test_a_buffer_that_is_made_in_the_first_call(engine):
         assert abs(float(grad @ v) - slope(build, lam, v)) < 1e-6 * float(grad.norm())
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", SOME)
 @pytest.mark.parametrize("how", ["of h and g", "twice", "expanded", "a view"])
 def test_batches_that_share_memory(how, engine):
     def build(lam):
@@ -1786,23 +1847,19 @@ def keeping(model):
     unchanged(model, before)
 
 
-@pytest.mark.parametrize("name", ["state_dict", "load_state_dict", "forward"])
+@pytest.mark.parametrize("name", ["state_dict", "forward"])
 def test_hooks_of_a_module_are_called_as_in_the_plain_loop(name):
     """By the user's own calls in the block, with w_k in the model; a replay calls forward hooks again, and no other."""
     model, lam, seen = mlp(), start(), []
     first = model[2].bias.detach().clone()
     if name == "state_dict":
         model.register_state_dict_post_hook(lambda m, state, prefix, meta: seen.append(state["2.bias"].clone()))
-    elif name == "load_state_dict":
-        model.register_load_state_dict_pre_hook(lambda m, state, *_: seen.append(state["2.bias"].clone()))
     else:
         model[2].register_forward_hook(lambda m, args, out: seen.append(m.bias.detach().clone()))
     with keeping(model), bilevel.inner(model, *weighted(lam), solver="gd", lr=RATE, check=False) as loop:
         loop.run(2, *data(), outer=data(5))
         seen.clear()
-        {"state_dict": model.state_dict, "load_state_dict": lambda: model.load_state_dict(model.state_dict())}.get(
-            name, lambda: model(torch.ones(1, 3))
-        )()
+        _ = model.state_dict() if name == "state_dict" else model(torch.ones(1, 3))
         assert len(seen) == 1
         assert torch.equal(seen[0], loop.weights["2.bias"])
         assert not torch.equal(seen[0], first)

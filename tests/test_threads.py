@@ -87,27 +87,67 @@ def test_two_threads_with_a_model_each_get_what_one_gets(kind: str) -> None:
     assert sdpa_flags() == flags  # which are the process's, not the thread's
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "tasks"])
 @pytest.mark.usefixtures("restless")
-def test_two_threads_with_one_model_get_what_one_gets(engine: str) -> None:
-    """The weights of both are swapped into the same module, in turns."""
+def test_the_second_thread_with_one_model_is_refused(engine: str) -> None:
+    """There is one set of weights in a model. The first block goes on as if nothing had happened, whatever the engine."""
     model, x, y, lam = problem("linear", 1)
     before = copy.deepcopy(model.state_dict())
-    how = ENGINES[engine](**({"settled": 1e9, "tol": None, "iterations": 4} if engine in ("cg", "neumann") else {}))
+    how = ENGINES["reverse" if engine == "tasks" else engine]
+    options = {"settled": 1e9, "tol": None, "iterations": 4} if engine in ("cg", "neumann") else {}
     h, g = weighted(lam)
     solver = bilevel.Penalty(0.1) if engine in ("cg", "neumann") else bilevel.BiGSAM(0.1)
     decayed = lambda m, x, y: h(m, x, y) + sum(p.square().sum() for p in m.parameters())
+    tasks = 2 if engine == "tasks" else None
+    if tasks:
+        x, y = x.expand(tasks, *x.shape), y.expand(tasks, *y.shape)
+    entered, refused = threading.Event(), threading.Event()
 
-    def one(x: Tensor) -> Tensor:
-        with bilevel.inner(model, decayed, g, solver=solver, engine=how) as loop:
-            loop.run(8, x, y, outer=(x, y))
+    def block() -> Any:
+        return bilevel.inner(model, decayed, g, solver=solver, engine=how(**options), tasks=tasks)
+
+    def first(interrupted: bool = True) -> Tensor:
+        with block() as loop:
+            loop.run(4, x, y, outer=(x, y))
+            if interrupted:
+                entered.set()
+                assert refused.wait(60)
+            loop.run(4, x, y, outer=(x, y))
             return loop.hypergrad(lam)
 
-    alone = [one(x), one(2 * x)]
-    for _ in range(3):
-        together = at_once(lambda: one(x), lambda: one(2 * x))
-        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    def second() -> None:
+        assert entered.wait(60)
+        try:
+            for _ in range(3):  # to be refused once does not open the door
+                with pytest.raises(RuntimeError, match=r"another thread has a block open on this model.*deepcopy"):
+                    with block():
+                        pytest.fail("the second block was opened")
+        finally:
+            refused.set()
+
+    alone = first(interrupted=False)
+    together, _ = at_once(first, second)
+    assert torch.equal(alone, together)
     assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+    assert torch.equal(at_once(lambda: first(interrupted=False))[0], alone)  # now the model is free, in any thread
+
+
+def test_a_shared_part_is_enough_to_be_refused() -> None:
+    """Two models that share a layer share its weights."""
+    shared = nn.Linear(4, 2).double()
+    one, other = nn.Sequential(shared), nn.Sequential(nn.Linear(4, 4).double(), shared)
+    x, y = torch.randn(6, 4).double(), torch.randint(2, (6,))
+    h = lambda m: F.cross_entropy(m(x), y)
+
+    def second() -> None:
+        with pytest.raises(RuntimeError, match="another thread has a block open on this model"):
+            with bilevel.inner(other, h, h, lr=0.1):
+                pytest.fail("the second block was opened")
+
+    with bilevel.inner(one, h, h, lr=0.1) as loop:
+        loop.step()
+        at_once(second)
+        loop.step()
 
 
 @pytest.mark.usefixtures("restless")
@@ -119,21 +159,54 @@ def test_random_numbers_of_a_step_are_not_mixed_with_another_threads() -> None:
 
 
 @pytest.mark.usefixtures("restless")
-def test_one_decorated_function_in_two_threads() -> None:
+def test_decorated_functions_in_two_threads_with_a_model_each() -> None:
     """Each call has a block of its own, and closes that one."""
+    problems = [problem("mlp", 1), problem("mlp", 2)]
+
+    def decorated(model: nn.Module, x: Tensor, y: Tensor, lam: Tensor) -> Callable[[int], Tensor]:
+        h, g = weighted(lam)
+
+        @bilevel.inner(model, h, g, lr=0.1)
+        def train(loop: bilevel.Loop, steps: int) -> Tensor:
+            for _ in range(steps):
+                loop.step(x, y, outer=(x, y))
+            return loop.hypergrad(lam)
+
+        return train
+
+    one, other = (decorated(*p) for p in problems)
+    alone = [one(20), other(5)]
+    for _ in range(3):
+        together = at_once(lambda: one(20), lambda: other(5))
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_one_decorated_function_in_two_threads_is_refused_by_name() -> None:
+    """Its model has one set of weights: the second call is refused, and the first one's block stays open."""
     model, x, y, lam = problem("mlp", 1)
     h, g = weighted(lam)
+    entered, refused = threading.Event(), threading.Event()
 
     @bilevel.inner(model, h, g, lr=0.1)
-    def train(loop: bilevel.Loop, steps: int) -> Tensor:
-        for _ in range(steps):
-            loop.step(x, y, outer=(x, y))
+    def train(loop: bilevel.Loop, interrupted: bool) -> Tensor:
+        loop.run(3, x, y, outer=(x, y))
+        if interrupted:
+            entered.set()
+            assert refused.wait(60)
+        loop.run(3, x, y, outer=(x, y))
         return loop.hypergrad(lam)
 
-    alone = [train(20), train(5)]
-    for _ in range(3):
-        together = at_once(lambda: train(20), lambda: train(5))
-        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+    def second() -> None:
+        assert entered.wait(60)
+        try:
+            with pytest.raises(RuntimeError, match="another thread has a block open on this model"):
+                train(False)
+        finally:
+            refused.set()
+
+    alone = train(False)
+    assert torch.equal(at_once(lambda: train(True), second)[0], alone)
+    assert torch.equal(train(False), alone)
 
 
 # --- nesting ---------------------------------------------------------------------------------------------------
@@ -209,26 +282,78 @@ def test_three_levels(engine: Any) -> None:
     assert torch.equal(levels.w.w, before[1])
 
 
-def test_a_loop_inside_a_loss_on_the_same_module() -> None:
+@pytest.mark.parametrize("reads_before", [False, True])
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", bilevel.Reverse(memory="1MiB")])
+def test_a_loop_inside_a_loss_on_the_same_module(engine: Any, reads_before: bool) -> None:
     """The inner block starts from the weights that are in the module at that moment, attached to them."""
     model, lam = Vector(torch.ones(2, dtype=torch.float64)), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     task = lambda m: (m.w - lam).square().sum()
 
     def after_two(m: nn.Module) -> Tensor:
+        before = m.w.pow(4).sum() if reads_before else 0.0
         with bilevel.inner(m, task, task, solver="gd", lr=0.1, engine="unroll") as loop:
             loop.run(2)
-            return (loop.weights["w"] ** 3).sum()
+            return (loop.weights["w"] ** 3).sum() + before
 
     def value() -> float:
-        with bilevel.inner(model, after_two, task, solver="gd", lr=0.1) as loop:
-            loop.run(3)
-            return float(loop.value)
+        w = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        for _ in range(3):
+            u = w
+            for _ in range(2):
+                u = u - 0.2 * (u - lam)
+            loss = u.pow(3).sum() + (w.pow(4).sum() if reads_before else 0.0)
+            w = (w - 0.1 * torch.autograd.grad(loss, w)[0]).detach().requires_grad_()
+        return float((w - lam).square().sum())
 
-    with bilevel.inner(model, after_two, task, solver="gd", lr=0.1) as loop:
+    with bilevel.inner(model, after_two, task, solver="gd", lr=0.1, engine=engine) as loop:
         loop.run(3)
+        assert float(loop.value) == pytest.approx(value(), rel=1e-12)
         grad = loop.hypergrad(lam)
     assert torch.equal(model.w, torch.ones(2, dtype=torch.float64))
     assert float(grad) == pytest.approx(differences(value, lam, torch.ones_like(lam)), rel=1e-9)
+
+
+@pytest.mark.parametrize("second", ["reverse", "unroll", "forward", bilevel.Reverse(memory="1MiB")])
+@pytest.mark.parametrize("first", ["reverse", "unroll", "forward", bilevel.Reverse(memory="1MiB")])
+def test_a_block_between_two_steps_on_the_same_module(first: Any, second: Any) -> None:
+    """It starts from the current weights, and leaves no trace: the block around it goes on as without it."""
+    model, x, y, lam = problem("mlp", 1)
+    before = copy.deepcopy(model.state_dict())
+    h, g = weighted(lam)
+    results = []
+    for nested in (False, True):
+        with bilevel.inner(model, h, g, lr=0.1, engine=first) as loop:
+            loop.run(3, x, y, outer=(x, y))
+            if nested:
+                here = {n: w.detach().clone() for n, w in loop.weights.items()}
+                with bilevel.inner(model, h, g, lr=0.3, engine=second) as inside:
+                    assert all(torch.equal(w, here[n]) for n, w in inside.weights.items())
+                    inside.run(2, x, y, outer=(x, y))
+                    assert not torch.equal(next(model.parameters()), next(iter(here.values())))
+                    with pytest.raises(RuntimeError, match="still open on the same model"):
+                        loop.step(x, y)
+                    inside.hypergrad(lam)
+                assert all(torch.equal(p, here[n]) for n, p in model.named_parameters())
+            loop.run(3, x, y, outer=(x, y))
+            results.append(loop.hypergrad(lam))
+    assert torch.equal(*results)
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("engine", ["reverse", "forward", "cg"])
+def test_a_loop_inside_a_loss_needs_a_graph(engine: str) -> None:
+    """An engine that keeps none would cut the loss off from the weights, in silence."""
+    levels = Levels()
+
+    def h(model: nn.Module) -> Tensor:
+        lowest = levels.lowest(model.w)
+        with bilevel.inner(levels.u, lowest, lowest, solver="gd", lr=0.2, engine=engine) as loop:
+            loop.run(3)
+            return (loop.weights["w"] * model.w).sum()
+
+    with bilevel.inner(levels.w, h, levels.g, lr=0.2) as loop:
+        with pytest.raises(RuntimeError, match=r"inside of a loss has engine=.*Use engine='unroll' for it"):
+            loop.step()
 
 
 @pytest.mark.parametrize("engine", ["reverse", "unroll", "forward"])

@@ -24,6 +24,9 @@ class End(ABC):
     def traced(self, z: State | None = None) -> AbstractContextManager[Traced]:
         """The loss with its graph at z (the last state, if None), as long as this lasts."""
 
+    def warn_of_buffers(self, value: Tensor) -> None:
+        """Say so, if the value reads a buffer that a step has changed by a rule that can't be differentiated."""
+
     @abstractmethod
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         """∇_z of the loss; what goes to λ directly is added to the sums, for `inputs`, or for every leaf if None."""

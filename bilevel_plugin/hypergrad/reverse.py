@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
 
-from ..graph import Gradients, RecomputationWatch, State, Traced, as_leaves, graph_bytes, is_finite
+from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite
 from ..pullback import PULLBACKS, Pull
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
@@ -86,7 +85,6 @@ class _ReverseTape(Tape):
         self._store = Store(offload=options.offload)
         self._saved: dict[int, State] = {}
         self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
-        self._losses_seen: set[object] = set()
         self._weighed: dict[object, int] = {}
         self._budget: Budget | None = None
         self._last: State = {}
@@ -103,14 +101,13 @@ class _ReverseTape(Tape):
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         k = self._count
         if self._options.memory is None:
+            if k in self._saved:  # of a step that failed
+                self._drop([k])
             if k % self._every == 0:
                 self._saved[k] = self._store.keep(z)
             moved = step.take(z, monitor)
         else:
-            names = tuple(t.name for t in step.step.terms)
-            with RecomputationWatch() if names not in self._losses_seen else nullcontext():
-                moved = step.take(z, monitor, graph=True)
-            self._losses_seen.add(names)
+            moved = step.take(z, monitor, graph=True)
             self._graphs.append((k, Traced(moved.at, moved.to, step.cut, step.leaves)))
             self._fit(self._weigh(step, moved))
             moved.to = as_leaves(moved.to)

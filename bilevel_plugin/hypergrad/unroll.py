@@ -58,6 +58,7 @@ class _UnrollTape(Tape):
         found = Gradients()
         with end.traced() as traced, explained():
             loss = traced.to["g"] * traced.share if traced.share != 1 else traced.to["g"]
+            end.warn_of_buffers(loss)
             wanted = find_leaves(loss, self._start.values())[0] if inputs is None else inputs
             if wanted:
                 grads = torch.autograd.grad(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..binding import Inside
 from ..graph import State, vjp
-from ..step import Evaluated, Step
+from ..step import Evaluated, Step, statistics_under_checkpointing
 
 
 @dataclass
@@ -48,16 +48,22 @@ def pull_through(
         share = binding.share
         along = {n: u if share == 1 else u * share for n, u in after_update.cotangent.items()}
         along.update({n: a[n] for n in followed if n in a})
-        inputs = [*inside.weights.values(), *inside.statistics.values(), *wanted]
-        grads = vjp(outputs, along, inputs)
-        n = len(inside.weights)
-        weights = binding.sum_over_ranks(grads[:n], list(inside.weights.values()))
-    through_gradient = dict(zip((*inside.weights, *inside.statistics), (*weights, *grads[n:]), strict=False))
+        inputs = [*inside.leaves.values(), *inside.statistics.values(), *wanted]
+        if inside.taking.without_graph and any(n in a for n in followed):
+            raise RuntimeError(statistics_under_checkpointing("g in training mode"))
+        watched = list(inside.watched.values())
+        grads = vjp(outputs, along, [*inputs, *watched])
+        binding.warn_if_read(dict(zip(inside.watched, grads[len(inputs) :], strict=True)))
+        grads = grads[: len(inputs)]
+        n = len(inside.leaves)
+        weights = binding.sum_over_ranks(grads[:n], list(inside.leaves.values()))
+    through_gradient = dict(zip((*inside.leaves, *inside.statistics), (*weights, *grads[n:]), strict=False))
     adjoint = {name: x for name, x in after_update.adjoint.items() if name not in inside.statistics}
     for name, x in through_gradient.items():
         adjoint[name] = add(adjoint.get(name), x)  # pyright: ignore[reportArgumentType]
     unknown = found.without_value | frozenset(binding.statistics)
     to = {name: x for name, x in after_update.to.items() if name.partition("@")[0] not in unknown}
+    to.update({name: x.detach() for name, x in followed.items()})
     return Pulled(
         {name: x for name, x in adjoint.items() if x is not None},
         [add(one, other) for one, other in zip(after_update.wanted, grads[len(inputs) - len(wanted) :], strict=True)],

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..binding import Inside
-from ..graph import State
+from ..graph import State, checkpointing
 from ..kernels import full_precision
 from ..step import Evaluated, Step, gradient
 from . import plain
@@ -125,7 +125,7 @@ class LeanProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled() and _no_transform():
+        if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled() and _is_plain():
             x, w, b, op = _OPS[func](*args, **kwargs)
             lower = _autocast_type(w)
             if lower is not None:  # as autocast does it, but where we see it
@@ -154,10 +154,10 @@ def _autocast_type(w: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if on else None
 
 
-def _no_transform() -> bool:
-    """Functional transforms and forward mode do not go through an autograd.Function of this kind."""
+def _is_plain() -> bool:
+    """Functional transforms, forward mode and activation checkpointing do not go with a function of this kind."""
     outside = torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
-    return outside and forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+    return outside and forward_ad._current_level < 0 and not checkpointing()  # pyright: ignore[reportPrivateUsage]
 
 
 class _Product(torch.autograd.Function):
