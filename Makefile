@@ -38,9 +38,9 @@ docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open $(CURDIR)/site/index.html, or, for the search: $(BIN)/mkdocs serve"
 
-# The pictures of the docs, each in less than a minute.
+# The pictures of the docs and the table of imports, each in less than a minute.
 figures: $(VENV)/.test
-	for f in architecture engines paper schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
+	for f in architecture imports engines paper schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
 
 # Wheel and sdist, the wheel in an empty environment, README's example against it. See docs/release.md.
 release-check: $(VENV)/.test

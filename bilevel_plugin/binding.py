@@ -17,11 +17,12 @@ hold the numbers of the current state.
 from __future__ import annotations
 
 import inspect
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
 
@@ -56,7 +57,7 @@ class Inside:
     watched: State  # other buffers that a step has changed
     buffers: Callable[[], State]
     swapped: State  # every tensor that takes the place of one of the model's
-    taking: TakingDirection = field(default_factory=TakingDirection)
+    taking: TakingDirection
 
 
 class Binding:
@@ -131,9 +132,9 @@ class Binding:
         with torch.enable_grad():
             return {n: self.for_every_task(p) for n, p in self.parameters.items()}
 
-    def mean_of_loss(self, name: str, value: Tensor) -> Tensor:
-        """The value of the loss of this name over all processes that take part."""
-        return value
+    def means_of_losses(self, values: State) -> State:
+        """The values of losses, by name, over all processes that take part."""
+        return values
 
     def mean_of_direction(self, d: State) -> State:
         """The gradient of the mean loss, from that of this process's loss."""
@@ -212,12 +213,20 @@ class Binding:
         self._session.check_on_top()
         if self.tasks is not None:
             return
-        for holder, name, n in self._parameter_places:
-            if holder.get(name) is not self.parameters[n]:
+        for holder, name, n in (*self._parameter_places, *self._buffer_places):
+            if holder.get(name) is not (self.parameters[n] if n in self.parameters else self.buffers[n]):
                 raise RuntimeError(
-                    f"bilevel.inner: the parameter {n!r} was replaced in the block, after step k = {k}. Build the model "
-                    "before the block, and open a new block after such a change."
+                    f"bilevel.inner: {n!r} of the model was replaced in the block, after step k = {k}, and may carry a "
+                    "graph. Compute it inside h; build the model before the block, and open a new block after such a "
+                    "change."
                 )
+        if not all(map(operator.is_, self.modules, self.model.modules())) or len(self.modules) != sum(
+            1 for _ in self.model.modules()
+        ):
+            raise RuntimeError(
+                f"bilevel.inner: the layers of the model have changed in the block, after step k = {k}: one was replaced, "
+                "added or removed. Build the model before the block, and open a new block after such a change."
+            )
         for p in self._trainable:
             if not p.requires_grad:
                 raise RuntimeError(self._flag("frozen (requires_grad was set to False)", p, k))
@@ -227,8 +236,11 @@ class Binding:
         for (n, p), version in zip(self.parameters.items(), self._versions, strict=True):
             x = z[n].detach()
             same = p.shape == x.shape and p.dtype == x.dtype and p.device == x.device
-            same = same and (p._version == version or p.is_meta)
-            if not same or (p.device.type == "cpu" and not torch.equal(p, x) and not _equal_but_for_nan(p, x)):
+            if same and p.device.type == "cpu":  # a change that was taken back is none
+                same = torch.equal(p, x) or _equal_but_for_nan(p, x)
+            elif same:
+                same = p._version == version or p.is_meta
+            if not same:
                 raise RuntimeError(
                     f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "
                     "that change is not known. In the block it is loop.step that trains: leave out optimizer.step(), "
@@ -248,6 +260,14 @@ class Binding:
                 "bilevel.inner: parametrize.cached() is on, and the cached weights are not those of the current step. "
                 "Use it inside h and g, not around the block."
             )
+
+    def check_not_written(self, z: State, k: int) -> None:
+        """Raise if a loss has written to the weights, by a way that no version tells."""
+        if self.tasks is None:
+            for n, p in self.parameters.items():
+                x = z[n].detach()
+                if p.device.type == "cpu" and not (torch.equal(p, x) or _equal_but_for_nan(p, x)):
+                    raise RuntimeError(writes_to_weight("a loss", n, k))
 
     def _flag(self, what: str, p: Tensor, k: int) -> str:
         name = next(n for n, q in self.model.named_parameters() if q is p)
@@ -314,14 +334,14 @@ class Binding:
                 torch.clear_autocast_cache()  # what a backward pass ran again may have left copies there
 
     @contextmanager
-    def swapped(self, tensors: State) -> Generator[Inside]:
+    def swapped(self, tensors: State, taking: TakingDirection | None = None) -> Generator[Inside]:
         """These tensors in the places of the parameters and buffers of the same names."""
         places = [place for place in (*self._parameter_places, *self._buffer_places) if place[2] in tensors]
         before = [holder[name] for holder, name, _ in places]
         try:
             for holder, name, n in places:
                 holder[name] = tensors[n]
-            yield Inside(tensors, tensors, {}, {}, self._buffers_inside, tensors)
+            yield Inside(tensors, tensors, {}, {}, self._buffers_inside, tensors, taking or TakingDirection())
         finally:
             for (holder, name, _), tensor in zip(places, before, strict=True):
                 holder[name] = tensor
@@ -356,6 +376,14 @@ class Binding:
         except TypeError as error:
             _check_arguments(name, loss, self.model, batch, error)
             raise
+        except RuntimeError as error:
+            if not self.own_parameters and any(text in str(error) for text in ("deepcopy protocol", "of leaf variables")):
+                raise RuntimeError(
+                    f"bilevel.inner: {name} treats the weights as leaves (copy.deepcopy, requires_grad_), and with this "
+                    "engine they have a graph. Use engine='reverse' without memory= and tasks=, or torch.func."
+                    "functional_call in place of a copy."
+                ) from error
+            raise
         finally:
             _EVALUATING.depth -= 1
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
@@ -363,12 +391,17 @@ class Binding:
             torch.clear_autocast_cache()
         for (n, x), version in zip(inside.weights.items(), versions, strict=True):
             if x._version != version:
-                raise RuntimeError(
-                    f"bilevel.inner: {name} writes to the weight {n!r} (nn.Embedding(max_norm=...), or a projection), and "
-                    "the derivative of that is not known. Write it as a function of the weights that the loss uses: "
-                    "a parametrization, or a term of the loss."
-                )
+                raise RuntimeError(writes_to_weight(name, n))
         return self.total(value)
+
+
+def writes_to_weight(name: str, weight: str, k: int | None = None) -> str:
+    at = "" if k is None else f", at step k = {k},"
+    return (
+        f"bilevel.inner: {name} writes to the weight {weight!r}{at} (nn.Embedding(max_norm=...), or a projection), and the "
+        "derivative of that is not known. Write it as a function of the weights that the loss uses: a parametrization, "
+        "or a term of the loss."
+    )
 
 
 @contextmanager
@@ -528,6 +561,11 @@ def _refuse_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         where = f"the submodule {name!r}" if name else "the model"
         kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"bilevel.inner: {where} is a TorchScript module (torch.jit), whose derivatives can't be looked into. Pass "
+                "the nn.Module that it was made from."
+            )
         if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise TypeError(
                 f"bilevel.inner: {where} is torch.compile'd, and a compiled module has no second derivative. "
@@ -564,6 +602,7 @@ def _refuse_shared_memory(model: nn.Module, parameters: State) -> None:
     attributes = [
         (f"{name}.{n}".lstrip("."), t)
         for name, m in model.named_modules()
+        if not m._forward_pre_hooks  # old-style norms and pruning make theirs anew before each call
         for n, t in vars(m).items()
         if isinstance(t, Tensor)
     ]

@@ -54,11 +54,16 @@ class Report:
     modules: list[str]
 
     def __bool__(self) -> bool:
-        return all(f.verdict == "ok" for f in (*self.directions, *self.second_derivatives))
+        """Nothing is wrong, the derivatives of the losses hold, and so does a direction in each of the inputs."""
+        held = {f.what.rpartition(",")[0] for f in self.directions if f.verdict == "ok"}
+        asked = {f.what.rpartition(",")[0] for f in self.directions}
+        return not self._wrong() and held == asked and all(f.verdict == "ok" for f in self.second_derivatives)
+
+    def _wrong(self) -> bool:
+        return any(f.verdict == "WRONG" for f in (*self.directions, *self.second_derivatives))
 
     def __str__(self) -> str:
-        wrong = any(f.verdict == "WRONG" for f in (*self.directions, *self.second_derivatives))
-        head = "all holds" if self else "something is WRONG" if wrong else "undecided; try it in float64"
+        head = "all holds" if self else "something is WRONG" if self._wrong() else "undecided; try it in float64"
         lines = [f"bilevel.gradcheck: {head}"]
         lines += ["hypergradient against central differences, along random directions:", *map(str, self.directions)]
         lines += ["derivatives of the losses at w_0 against differences, in float64:"]

@@ -339,7 +339,7 @@ class explained:  # noqa: N801 (a context manager that reads like a verb)
             for op, (what, instead) in _UNDERIVED.items():
                 if op in text:
                     raise RuntimeError(no_second_derivative(what, instead)) from error
-            if "derivative for" in text:
+            if "derivative for" in text or "not implemented" in text:
                 raise RuntimeError(
                     no_second_derivative("an operation,", f"another one in its place. torch says: {text}")
                 ) from error

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from .binding import OWNER, Binding, Inside, Loss, evaluating_loss, scalar
+from .binding import NESTED, OWNER, Binding, Inside, Loss, evaluating_loss, scalar
 from .graph import (
     Gradients, Pairs, State, Traced, as_leaves, cut_graph, explained, find_leaves, is_finite, reaches,
     sequence_number, tensors_of, vjp,
@@ -76,7 +76,7 @@ class Loop:
         binding.graphs_are_kept = engine.keeps_graphs
         self._last: tuple[Step, Conditions | None] | None = None
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
-        self._outer_variables: list[Tensor] = []  # that a kept graph has found
+        self._outer_variables: list[tuple[Tensor, int]] = []  # that a kept graph has found, with their versions
         self._k = 0
         self._mark = sequence_number()
         self._closed = False
@@ -92,17 +92,13 @@ class Loop:
         binding, k = self._binding, self._k + 1
         binding.check_held(self._z, self._k)
         self._update.check()
-        for x in self._outer_variables:
-            if not x.requires_grad:
-                raise RuntimeError(
-                    f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in the "
-                    "block, and the graph of a step without it would lack its share. Leave it on, and .detach() it in "
-                    "the loss where it is meant to be a constant."
-                )
+        self._check_outer_variables()
         self._outer = self._outer if outer is None else as_tuple(outer)
         self._refuse_graph_to_weights("the batch of h", batch)
         cut: Pairs | None = [] if self._tape.replays else None
-        weights = self._rule.weights(k)
+        self._refuse_iterators(batch)
+        # a rate that is a tensor may be written to: its number is recorded
+        weights = [c.clone() if isinstance(c, Tensor) and not c.requires_grad else c for c in self._rule.weights(k)]
         terms = [Term("h", self._h, batch)]
         if isinstance(weights[1], Tensor) or weights[1] != 0:
             if self._g is None:
@@ -111,6 +107,7 @@ class Loop:
                     "Give it: bilevel.inner(model, h, g), or take solver='gd'."
                 )
             self._refuse_graph_to_weights("outer=", self._outer)
+            self._refuse_iterators(self._outer)
             terms.append(Term("g", self._g, self._outer))
         else:
             weights = weights[:1]
@@ -127,8 +124,8 @@ class Loop:
         if self._engine.keeps_graphs:
             self._sample(k, step.terms)
         if self._engine.keeps_graphs or self._engine.traces_steps:
-            known = {id(x) for x in self._outer_variables}
-            self._outer_variables += [x for x in recorded.leaves if id(x) not in known]
+            known = {id(x) for x, _ in self._outer_variables}
+            self._outer_variables += [(x, x._version) for x in recorded.leaves if id(x) not in known | NESTED]
         self._last = step, recorded.conditions
         for x in self._z.values():
             setattr(x, OWNER, self._binding.token)  # to tell a loss= of earlier weights
@@ -201,7 +198,7 @@ class Loop:
         self._binding.announce("value")
         with EXCLUSIVE, torch.no_grad(), undisturbed(self._binding), self._inside() as inside:
             value = self._binding.loss("g", self._outer_loss(), inside, self._outer)
-            return self._binding.mean_of_loss("g", value.detach())
+            return self._binding.means_of_losses({"g": value.detach()})["g"]
 
     def commit_(self) -> None:
         """Write the current weights and buffers into the model, as a warm start for what comes after the block."""
@@ -360,8 +357,9 @@ class Loop:
         binding = self._binding
         binding.check_held(self._z, self._k)
         self._check_samples()
+        self._check_outer_variables()
         self._monitor.raise_if_not_finite()
-        binding.announce("hypergrad")
+        binding.announce(f"hypergrad by {self._engine}")
         binding.check_same_on_all_ranks(self._z)
         end = self._end(outer, loss)
         try:
@@ -414,6 +412,28 @@ class Loop:
                     f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a graph "
                     "back to them, of which a step would not see the end. Compute it inside h (or g), or .detach() it "
                     "if it is meant to be a constant."
+                )
+
+    def _refuse_iterators(self, batch: tuple[Any, ...]) -> None:
+        if self._tape.replays and any(hasattr(x, "__next__") for x in batch):
+            raise TypeError(
+                "bilevel.inner: a batch holds an iterator, which is used up when the step is run again. Give the step what "
+                "it yields (next(iterator)), or use engine='unroll'."
+            )
+
+    def _check_outer_variables(self) -> None:
+        """Where graphs are kept, what they hold of λ must be λ still."""
+        for x, version in self._outer_variables:
+            if not x.requires_grad:
+                raise RuntimeError(
+                    f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in the "
+                    "block, and the graph of a step without it would lack its share. Leave it on, and .detach() it in "
+                    "the loss where it is meant to be a constant."
+                )
+            if x._version != version:
+                raise RuntimeError(
+                    f"bilevel.inner: an outer variable (shape {tuple(x.shape)}) was changed in place after a step used "
+                    "it. Take the hypergradient before changing it."
                 )
 
     def _sample(self, k: int, terms: Sequence[Term]) -> None:
@@ -475,7 +495,7 @@ class _OuterLoss(End):
         loop, binding = self._loop, self._loop._binding
         with EXCLUSIVE, undisturbed(binding), loop._inside(z) as inside, torch.enable_grad():
             value = binding.loss("g", self._g, inside, self._batch)
-            loop._monitor.record_loss(loop._k + 1, "g", binding.mean_of_loss("g", value.detach()), {})
+            loop._monitor.record_loss(loop._k + 1, "g", binding.means_of_losses({"g": value.detach()})["g"], {})
             stand_ins = [x for _, x in self._cut]
             at = {**(loop._z if z is None else z), **inside.leaves, **inside.statistics}
             leaves, connected = find_leaves(value, at.values(), stand_ins)

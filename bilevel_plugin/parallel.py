@@ -79,34 +79,36 @@ class ParallelBinding(Binding):
     def sum_over_ranks(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return _sum(self._group, grads, like) if self.own_parameters else grads
 
-    def mean_of_loss(self, name: str, value: Tensor) -> Tensor:
-        """Also checks that the ranks evaluate the same loss: a rank that is a step ahead would get others' numbers."""
-        return self._meet(1 + (name != "h"), value)
+    def means_of_losses(self, values: State) -> State:
+        """Also checks that the ranks evaluate the same losses: a rank that is a step ahead would get others' numbers."""
+        means = self._meet(",".join(values), list(values.values()))
+        return dict(zip(values, means, strict=False))
 
     def announce(self, action: str) -> None:
-        self._meet(3 + ("start", "hypergrad", "value", "end").index(action))
+        self._meet(action)
 
-    def _meet(self, code: int, value: Tensor | None = None) -> Tensor:
-        """The mean of a value, where all ranks come to it at the same moment; whatever they do, it is one message."""
+    def _meet(self, action: str, values: Sequence[Tensor] = ()) -> list[Tensor]:
+        """The means of values, where all ranks come to it at the same moment; whatever they do, it is one message."""
         self._calls += 1
-        tag = (8 * self._calls + code) % _TAGS
+        tag = zlib.crc32(f"{self._calls}: {action}".encode()) % _TAGS
         precise = torch.float32 if self._device.type == "mps" else torch.float64
-        number = torch.zeros((), dtype=precise, device=self._device) if value is None else value.detach().to(precise)
-        pair = torch.stack([number / self._ranks, number.new_full((), tag), number.new_full((), tag * tag)])
-        dist.all_reduce(pair, group=self._group)
-        mean, tags, squares = pair.unbind()
-        off = (tags - self._ranks * tag).abs() + (squares - self._ranks * tag * tag).abs()
+        message = torch.zeros(4, dtype=precise, device=self._device)
+        for i, value in enumerate(values):
+            message[i] = value.detach() / self._ranks
+        message[2], message[3] = tag, tag * tag
+        dist.all_reduce(message, group=self._group)
+        off = (message[2] - self._ranks * tag).abs() + (message[3] - self._ranks * tag * tag).abs()
         self._strayed = torch.maximum(self._strayed, off.to(self._strayed))
         if self._device.type == "cpu":
             self._check_in_step()
-        return mean if value is None else mean.to(value.dtype)
+        return [message[i].to(value.dtype) for i, value in enumerate(values)]
 
     def _check_in_step(self) -> None:
         if float(self._strayed) > 0:
             raise RuntimeError(
                 "bilevel.inner: the ranks are out of step: one evaluates another loss, or at another step, than the "
                 "others. Take the same number of steps on every rank (a sampler with drop_last=True), with the same "
-                "solver."
+                "solver and engine."
             )
 
     def all_agree(self, ok: bool) -> bool:

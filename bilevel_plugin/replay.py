@@ -173,6 +173,7 @@ class RecordedStep:
         """The step itself, attached to the graph of z; nothing is remembered. `known` has losses seen before."""
         step, binding, since = self.step, self.step.binding, sequence_number()
         moved = step.move(z, self.buffers, graph=True)
+        binding.check_not_written(z, self.k)
         for name, mean in moved.means.items():
             monitor.record_loss(self.k, name, mean, z)
         for name, value in zip(moved.values, moved.weighted, strict=True):
@@ -185,6 +186,7 @@ class RecordedStep:
         binding = self.step.binding
         for name, mean in moved.means.items():
             monitor.record_loss(self.k, name, mean, z)
+        binding.check_not_written(z, self.k)
         self._names = tuple(moved.values)
         self._values = tuple(x.item() if x.device.type == "cpu" else x for x in moved.values.values())
         state = {**moved.at, **binding.parameters} if binding.own_parameters else moved.at

@@ -6,15 +6,15 @@ For a cotangent u of a step's gradient, and a direction v in the weights and out
 
 and likewise for g itself. A `.detach()` that drops a path, a custom backward that can't be differentiated again, a
 straight-through estimator: whatever makes the two differ, two gradients and one pullback tell. It is done in float64
-(in float32 the differences see kinks, and rounding, that the derivative does not): the weights are held by the model
-in float64 for the time of it, and every other floating-point argument of an operation is cast up.
+(in float32 the differences see kinks, and rounding, that the derivative does not): float64 weights take the places of
+the model's own for the time of it, and every other floating-point argument of an operation is cast up.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,7 +60,6 @@ class Sentinel:
         self, binding: Binding, losses: tuple[Loss, Loss | None], check: Literal["first", "always", False]
     ) -> None:
         self._binding, self._losses, self._check = binding, losses, check
-        self._warned_buffers = False
 
     def _is_due(self, step: Step) -> bool:
         if self._check is False or next(iter(self._binding.parameters.values())).is_meta:
@@ -145,15 +144,15 @@ class Probe:
         binding = self._binding
         copies = {n: b.clone() for n, b in self._buffers.items()}
         weights = {n: x.detach().requires_grad_() for n, x in point.weights.items()}
-        own = binding.own_parameters
+        # in the model's places, and wherever else a parameter is held: a closure over them, a list in a module
+        instead = {id(p): weights[n] for n, p in binding.parameters.items()} if binding.own_parameters else {}
         with (
             self._conditions.replaying(autocast=False),
-            _lent(binding.parameters, weights) if own else nullcontext(),
-            binding.swapped(copies if own else {**copies, **weights}) as inside,
-            _InFloat64(point.outer),
+            binding.swapped({**copies, **weights}) as inside,
+            _InFloat64({**instead, **point.outer}),
             binding.twice_differentiable(inside.taking),
         ):
-            inside.weights = binding.parameters if own else weights
+            inside.weights = weights
             yield inside
 
     def _losses(self, terms: Sequence[Term], weights: Sequence[Value], point: _Point, inside: Inside) -> list[Tensor]:
@@ -250,19 +249,6 @@ def _guarded() -> Generator[None]:
             raise
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise NotChecked(f"in float64 the losses raise {type(error).__name__}: {first}") from None
-
-
-@contextmanager
-def _lent(parameters: State, values: State) -> Generator[None]:
-    """The model's own parameters with other data, float64, for a time; the memory that they had comes back."""
-    before = [p.data for p in parameters.values()]
-    try:
-        for n, p in parameters.items():
-            p.data = values[n].detach()
-        yield
-    finally:
-        for p, data in zip(parameters.values(), before, strict=True):
-            p.data = data
 
 
 class _InFloat64(TorchFunctionMode):

@@ -89,7 +89,7 @@ class Step:
         binding = self.binding
         with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
             found = self.evaluate(inside, create_graph=graph)
-            means = {n: binding.mean_of_loss(n, x) for n, x in found.values.items()}
+            means = binding.means_of_losses(found.values)
             at = {**z, **inside.leaves, **inside.statistics} if graph else z
             with full_precision(), torch.set_grad_enabled(graph):
                 d = binding.mean_of_direction(found.direction)
@@ -116,6 +116,12 @@ class Step:
     ) -> Moved:
         """The buffers after a step sorted into those that are state and the others."""
         binding = self.binding
+        for n, b in after.items():
+            if b.requires_grad and n not in binding.statistics and n not in binding.changing:
+                raise ValueError(
+                    f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, which the next step would "
+                    "not see the end of. Compute it inside h, or .detach() what is kept there."
+                )
         for n in binding.statistics:
             to[n] = after[n] if after[n].requires_grad else after[n].detach()
             if n not in binding.moving and not _is_same(to[n], z[n]):

@@ -53,7 +53,7 @@ class TaskBinding(Binding):
         split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (args, kwargs))
 
         def one_task(tensors: State, rest: Any) -> Any:
-            with self.swapped(tensors) as mine:
+            with self.swapped(tensors, inside.taking) as mine:
                 out = function(self.model, *rest[0], **rest[1])
                 return out, mine.buffers()
 

@@ -88,7 +88,7 @@ def test_a_rate_that_is_an_outer_variable():
 
 
 def test_another_outer_variable_is_asked_for():
-    """Torch's compiler has no guard on an argument being a closed-over tensor: what was compiled for one is not another's."""
+    """Torch's compiler has no guard on which closed-over tensor an argument is: each choice needs code of its own."""
     model, h, g, lam, x, y = problem()
     scale = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
     unused = torch.tensor(0.1, dtype=DOUBLE, requires_grad=True)
@@ -97,7 +97,9 @@ def test_another_outer_variable_is_asked_for():
     for engine in ("reverse", bilevel.Reverse(compile=True)):
         with bilevel.inner(model, scaled, g, lr=0.3, engine=engine) as loop:
             loop.run(3, x, y, outer=(x, y))
-            asked = [loop.hypergrad(t, allow_unused=True) for t in ([scale], [lam], [unused], [lam, scale], [scale, lam])]
+            asked = [
+                loop.hypergrad(t, allow_unused=True) for t in ([scale], [lam], [unused], [lam, scale], [scale, lam])
+            ]
             found.append([grad for grads in asked for grad in grads])
     for mine, exact in zip(*reversed(found), strict=True):
         assert mine.shape == exact.shape
@@ -119,7 +121,7 @@ def test_a_batch_that_is_closed_over_at_first():
 
 
 def test_more_models_than_the_compiler_counts():
-    """Torch gives up at the ninth version of a function; here every model has functions of its own, and eight are kept."""
+    """Torch gives up at the ninth version of a function. Every model has functions of its own, and eight are kept."""
     _, h, g, lam, x, y = problem()
     small, watched = nn.Linear(4, 3).double(), []
 

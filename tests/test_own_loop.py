@@ -161,6 +161,7 @@ def judge(found: Found, build: Build, lam: Tensor, bits: bool, tolerance: float 
     assert found.value == (expected.value if bits else pytest.approx(expected.value, rel=1e-12))
     v = torch.randn(lam.shape, generator=torch.Generator().manual_seed(7))
     assert found.grad is not None
+    assert not found.grad.requires_grad
     assert float(found.grad.norm()) > 1e-8  # a gradient of 0 would agree with anything flat
     assert abs(float((found.grad * v).sum()) - slope(build, lam, v, **how)) <= tolerance * float(found.grad.norm())
     return found

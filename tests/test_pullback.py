@@ -1,4 +1,4 @@
-"""How one step is differentiated: every pullback gives the gradient of `unroll`, whatever the model and the optimizer do."""
+"""How one step is differentiated: every pullback gives the gradient of `unroll`, under every model and optimizer."""
 
 from contextlib import contextmanager
 
@@ -224,7 +224,7 @@ def test_every_pullback_under_every_update(how, loop, monkeypatch, left_out):
     else:
         monkeypatch.setitem(PULLBACKS, "lean", PULLBACKS[how])  # the one that Reverse takes
         found = gradients("reverse")
-        assert bool(left_out) == (how == "lean" and loop in ("plain", "momentum"))
+        assert any(left_out) == (how == "lean" and loop in ("plain", "momentum"))
     for mine, theirs in zip(found, expected, strict=True):
         assert float(theirs.norm()) > 0
         assert relative(mine, theirs) < 1e-10

@@ -90,7 +90,7 @@ def test_two_threads_with_a_model_each_get_what_one_gets(kind: str) -> None:
 @pytest.mark.parametrize("engine", [*ENGINES, "tasks"])
 @pytest.mark.usefixtures("restless")
 def test_the_second_thread_with_one_model_is_refused(engine: str) -> None:
-    """There is one set of weights in a model. The first block goes on as if nothing had happened, whatever the engine."""
+    """There is one set of weights in a model. The first block goes on as if nothing had happened."""
     model, x, y, lam = problem("linear", 1)
     before = copy.deepcopy(model.state_dict())
     how = ENGINES["reverse" if engine == "tasks" else engine]
@@ -303,7 +303,7 @@ def test_a_loop_inside_a_loss_on_the_same_module(engine: Any, reads_before: bool
                 u = u - 0.2 * (u - lam)
             loss = u.pow(3).sum() + (w.pow(4).sum() if reads_before else 0.0)
             w = (w - 0.1 * torch.autograd.grad(loss, w)[0]).detach().requires_grad_()
-        return float((w - lam).square().sum())
+        return float((w - lam).square().sum().detach())
 
     with bilevel.inner(model, after_two, task, solver="gd", lr=0.1, engine=engine) as loop:
         loop.run(3)

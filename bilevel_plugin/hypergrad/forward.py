@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..graph import Gradients, Pairs, State, Traced, is_finite
+from ..graph import Gradients, Pairs, State, Traced, explained, grad, is_finite
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved
 from .base import End, Engine, Tape, refuse_create_graph
@@ -62,7 +62,8 @@ class _ForwardTape(Tape):
         at = {n: x for n, x in traced.at.items() if x.requires_grad}
         ins = [*at.values(), *(x for _, x in sources)]
         with torch.enable_grad():
-            pulled = torch.autograd.grad(outs, ins, adjoint, create_graph=True, allow_unused=True)
+            with explained():
+                pulled = grad(outs, ins, adjoint, create_graph=True, retain_graph=True)
         for (owner, element), tangent in self._tangents.items():
             along = [tangent.get(n) for n in at]
             along += [_unit(x, element) if id(tensor) == owner else None for tensor, x in sources]
@@ -113,14 +114,14 @@ class _ForwardTape(Tape):
         found = Gradients()
         a = end.pull(inputs, found)
         for owner, tensor in self._followed.items():
-            grad = torch.zeros_like(tensor).flatten()
+            total = torch.zeros_like(tensor).flatten()
             for j in range(tensor.numel()):
                 tangent = self._tangents[owner, j]
                 parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
                 if parts:
-                    grad[j] = torch.stack(parts).sum()
+                    total[j] = torch.stack(parts).sum()
             into = found.cut if owner in self._was_cut else found.direct
-            found.add(into, tensor, grad.reshape(tensor.shape))
+            found.add(into, tensor, total.reshape(tensor.shape))
         return found, {}
 
 
@@ -134,4 +135,5 @@ def _grad(pairs: Pairs, inputs: list[Tensor]) -> Sequence[Tensor | None]:
     if not pairs:
         return [None] * len(inputs)
     outputs, along = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, inputs, along, retain_graph=True, allow_unused=True)
+    with explained():
+        return grad(outputs, inputs, along, retain_graph=True)

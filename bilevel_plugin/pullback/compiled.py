@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
-from ..binding import Binding, Inside, Loss
+from ..binding import Binding, Loss
 from ..graph import State, as_leaves
-from ..kernels import NORMALISATIONS, full_precision
+from ..kernels import NORMALISATIONS, TakingDirection
 from ..step import Moved, Step
 from . import lean
 from .base import Pulled, add
@@ -33,12 +33,12 @@ class _Functions:
     def __init__(self, binding: Binding, losses: Sequence[Loss]) -> None:
         self.touched: frozenset[str] = frozenset()  # the weights that the losses read
         self._seen: list[Tensor] = []
-        names = tuple(binding.parameters)
+        names, taking = tuple(binding.parameters), TakingDirection()
 
         def evaluate(w: State, rates: list[Tensor], buffers: State, batches: list[Any], graph: bool) -> Any:
             copies = {n: b.clone() for n, b in buffers.items()}
             values: list[Tensor] = []
-            with binding.swapped({**w, **copies}) as inside:
+            with binding.swapped({**w, **copies}, taking) as inside:
                 for loss, batch in zip(losses, batches, strict=True):
                     values.append(binding.total(binding.call(loss, inside, batch)))
                 after = inside.buffers()
@@ -179,7 +179,7 @@ class CompiledStep(Step):
                 self._compiler.failed(error)
             else:
                 named = dict(zip((t.name for t in self.terms), values, strict=True))
-                means = {n: binding.mean_of_loss(n, x) for n, x in named.items()}
+                means = binding.means_of_losses(named)
                 with torch.no_grad():
                     to = self.update(z, binding.mean_of_direction(d))
                 moved = self.finish(z, buffers, to, after, named, means, leaves=seen)
@@ -227,6 +227,3 @@ def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor
     """The compiled pullback of a compiled step; for any other the lean one."""
     found = step.compiled_pull(z, buffers, a, wanted) if isinstance(step, CompiledStep) else None
     return lean.pull(step, z, buffers, a, wanted) if found is None else found
-
-
-__all__ = ["Compiler", "Inside", "full_precision", "pull"]

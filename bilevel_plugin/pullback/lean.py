@@ -162,7 +162,7 @@ def _is_plain() -> bool:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, lean: Lean, op: _Op, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+    def forward(ctx: Any, lean: LeanProducts, op: _Op, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         ctx.lean, ctx.op = lean, op
         ctx.save_for_backward(x, w)
         return op(x, w, b)
