@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .graph import DerivativeWarning, FirstLook, State, sequence_number
+from .graph import DerivativeWarning, FirstLook, State, same_bits, sequence_number
 from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, twice_differentiable
 
 Loss = Callable[..., Tensor]
@@ -42,9 +42,16 @@ OWNER = "_bilevel_loop"  # the attribute of a tensor that says whose weights it 
 NESTED: set[int] = set()  # ids of the parameters that blocks inside of losses have trained, since it was last cleared
 
 
-def evaluating_loss() -> int:
-    """How many losses are being evaluated in this thread, one inside the other."""
-    return getattr(_EVALUATING, "depth", 0)
+def evaluating_loss() -> bool:
+    """Whether a loss is being evaluated in this thread."""
+    return bool(_active())
+
+
+def _active() -> list[frozenset[int]]:
+    """The ids of the modules of each model whose loss is being evaluated in this thread, one inside the other."""
+    if not hasattr(_EVALUATING, "models"):
+        _EVALUATING.models = []
+    return _EVALUATING.models
 
 
 @dataclass
@@ -68,15 +75,20 @@ class Binding:
     """
 
     tasks: int | None = None
+    vmaps_losses: bool = False
     share: float = 1.0  # of this process in a mean over all processes that take part
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, own_parameters: bool = True
     ) -> None:
         _refuse_model(model)
+        # A block inside of a loss, on the very model of that loss, must not write to it: the loss is in the midst of
+        # its graph. The weights of such a block are swapped in alone, as those of tasks are.
+        self.holds = not any(id(m) in modules for modules in _active() for m in model.modules())
         self.model, self.own_parameters = model, own_parameters
         self.parameters = _inner_parameters(model, optimizer)
         self.modules = tuple(model.modules())
+        self._module_ids = frozenset(map(id, self.modules))
         # a buffer that requires grad is an outer variable, and stays where it is
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None and not b.requires_grad}
         _refuse_shared_memory(model, self.parameters)
@@ -192,7 +204,7 @@ class Binding:
 
     def hold(self, z: State, buffers: State) -> None:
         """Write the numbers of this state into the model's own tensors."""
-        if self.tasks is not None or self._held is z:
+        if not self.holds or self._held is z:
             return
         with torch.no_grad():
             torch._foreach_copy_(list(self.parameters.values()), [z[n] for n in self.parameters])  # pyright: ignore
@@ -211,7 +223,7 @@ class Binding:
         """Raise if the model is not as the last step left it."""
         assert self._session is not None
         self._session.check_on_top()
-        if self.tasks is not None:
+        if not self.holds:
             return
         for holder, name, n in (*self._parameter_places, *self._buffer_places):
             if holder.get(name) is not (self.parameters[n] if n in self.parameters else self.buffers[n]):
@@ -234,12 +246,11 @@ class Binding:
             if p.requires_grad:
                 raise RuntimeError(self._flag("unfrozen (requires_grad was set to True)", p, k))
         for (n, p), version in zip(self.parameters.items(), self._versions, strict=True):
-            x = z[n].detach()
-            same = p.shape == x.shape and p.dtype == x.dtype and p.device == x.device
-            if same and p.device.type == "cpu":  # a change that was taken back is none
-                same = torch.equal(p, x) or _equal_but_for_nan(p, x)
-            elif same:
-                same = p._version == version or p.is_meta
+            x = z[n]
+            if p.device.type == "cpu":  # by numbers: a change that was taken back is none
+                same = same_bits(p, x)
+            else:
+                same = p.shape == x.shape and p.dtype == x.dtype and (p._version == version or p.is_meta)
             if not same:
                 raise RuntimeError(
                     f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "
@@ -248,8 +259,8 @@ class Binding:
                     "belongs into h, as a function of them."
                 )
         for n, b in self.buffers.items():
-            x = z[n].detach() if n in z else self._buffers[n]
-            if b.shape != x.shape or (b.device.type == "cpu" and not torch.equal(b, x) and not _equal_but_for_nan(b, x)):
+            x = z[n] if n in z else self._buffers[n]
+            if b.shape != x.shape or (b.device.type == "cpu" and not same_bits(b, x)):
                 raise RuntimeError(
                     f"bilevel.inner: the buffer {n!r} was changed in the block, after step k = {k}, and the derivative "
                     "of that change is not known. A look at the model in training mode updates running statistics: "
@@ -263,10 +274,9 @@ class Binding:
 
     def check_not_written(self, z: State, k: int) -> None:
         """Raise if a loss has written to the weights, by a way that no version tells."""
-        if self.tasks is None:
+        if self.holds:
             for n, p in self.parameters.items():
-                x = z[n].detach()
-                if p.device.type == "cpu" and not (torch.equal(p, x) or _equal_but_for_nan(p, x)):
+                if p.device.type == "cpu" and not same_bits(p, z[n]):
                     raise RuntimeError(writes_to_weight("a loss", n, k))
 
     def _flag(self, what: str, p: Tensor, k: int) -> str:
@@ -368,8 +378,8 @@ class Binding:
     def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
         """loss(model, *batch), checked."""
         self.check_batch(name, batch)
-        _EVALUATING.depth = evaluating_loss() + 1
-        versions = [x._version for x in inside.weights.values()]
+        _active().append(self._module_ids)
+        before = [x._version for x in inside.weights.values()]
         try:
             with self._first_look(name):
                 value = self.call(lambda *args: scalar(name, loss(*args)), inside, batch)
@@ -385,10 +395,12 @@ class Binding:
                 ) from error
             raise
         finally:
-            _EVALUATING.depth -= 1
+            _active().pop()
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
             torch.clear_autocast_cache()
+        # a block inside of the loss, on the same model, has written to it and put back what was there
+        versions = self._versions if inside.weights is self.parameters else before
         for (n, x), version in zip(inside.weights.items(), versions, strict=True):
             if x._version != version:
                 raise RuntimeError(writes_to_weight(name, n))
@@ -449,7 +461,7 @@ class _Session:
 
     def remember_values(self) -> None:
         binding = self.binding
-        written = () if binding.tasks is not None else (*binding.parameters.values(), *binding.buffers.values())
+        written = () if not binding.holds else (*binding.parameters.values(), *binding.buffers.values())
         self._values = [(t, t.detach().clone()) for t in written]
 
     @classmethod
@@ -549,10 +561,6 @@ def scalar(name: str, value: object) -> Tensor:
     if not value.is_floating_point():
         raise TypeError(f"bilevel.inner: {name} must return a real floating-point loss, got {value.dtype}.")
     return value
-
-
-def _equal_but_for_nan(x: Tensor, y: Tensor) -> bool:
-    return bool(torch.isclose(x, y, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _refuse_model(model: nn.Module) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
@@ -82,7 +84,8 @@ def vjp(
         return [None] * len(inputs)
     along = [a[n] if share == 1 else a[n] * share for n in keys]
     with explained():
-        return grad([to[n] for n in keys], inputs, along, retain_graph=retain_graph)
+        grads = grad([to[n] for n in keys], inputs, along, retain_graph=retain_graph)
+    return [None if g is None else g.detach() for g in grads]  # a backward of the user's own may leave a graph
 
 
 def grad(
@@ -115,6 +118,19 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """The norm of several tensors, as one vector."""
     return torch.stack([torch.linalg.vector_norm(x) for x in tensors]).norm()
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of the host hold the same bits, nan and all; compared in place, at the speed of the memory."""
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    if x.is_contiguous() and y.is_contiguous():
+        return _memcmp(x.data_ptr(), y.data_ptr(), x.nbytes) == 0
+    return bool(torch.isclose(x.detach(), y.detach(), rtol=0, atol=0, equal_nan=True).all())
+
+
+_memcmp = (ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).memcmp
+_memcmp.argtypes, _memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -246,8 +262,7 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
 
 def sequence_number() -> int:
     """A number that grows with every node that autograd makes in this thread."""
-    with torch.enable_grad():
-        return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore
+    return torch.autograd._get_sequence_nr()  # pyright: ignore
 
 
 _SUSPECTS: set[type] = set()  # classes of nodes that have to be looked at, each time

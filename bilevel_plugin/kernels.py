@@ -157,9 +157,9 @@ class RunningStatistics(TorchFunctionMode):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         if not training:
             return self._normalise(input, running_mean, running_var, weight, bias, eps)
-        out = F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
+        # the update comes first: activation checkpointing stops running a part again once it has what was saved
         self._update(running_mean, running_var, input, [i for i in range(input.dim()) if i != 1], momentum)
-        return out
+        return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
 
     def _instance_norm(
         self,
@@ -176,9 +176,8 @@ class RunningStatistics(TorchFunctionMode):
             return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
         if not use_input_stats:
             return self._normalise(input, running_mean, running_var, weight, bias, eps)
-        out = F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
         self._update(running_mean, running_var, input, list(range(2, input.dim())), momentum)
-        return out
+        return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
 
     def _normalise(
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float

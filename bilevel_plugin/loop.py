@@ -364,11 +364,11 @@ class Loop:
         end = self._end(outer, loss)
         try:
             with EXCLUSIVE, torch.enable_grad(), undisturbed(binding):
+                with full_precision():
+                    found, start = self._tape.pull(end, wanted, create_graph)
                 if self._last is not None:
                     batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
                     self._sentinel.examine(*self._last, self._z, self._buffers, batch)
-                with full_precision():
-                    found, start = self._tape.pull(end, wanted, create_graph)
                 if not binding.all_agree(is_finite(found.values())):
                     k = self._tape.first_step_not_finite(end)
                     at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .binding import NESTED, OWNER, Binding, evaluating_loss
-from .graph import GRAPH_TO_WEIGHTS, Gradients, Pairs, State, Traced, find_leaves, norm, reads_since, sequence_number, tensors_of
+from .graph import GRAPH_TO_WEIGHTS, Gradients, Pairs, State, Traced, find_leaves, norm, reads_since, same_bits, sequence_number, tensors_of
 from .kernels import EXCLUSIVE
 from .pullback.base import Pull, Pulled
 from .step import LossMonitor, Moved, Step, disconnected
@@ -54,7 +54,7 @@ class Conditions:
     def end_of_call(self) -> None:
         """Drop the random state if nothing was drawn from it."""
         now = _random_states(self._binding.devices)
-        if self._random is not None and all(torch.equal(s, now[d]) for d, s in self._random.items()):
+        if self._random is not None and all(same_bits(s, now[d]) for d, s in self._random.items()):
             self._random = None
 
     @property
@@ -184,11 +184,12 @@ class RecordedStep:
 
     def _note(self, moved: Moved, z: State, monitor: LossMonitor, since: int) -> None:
         binding = self.step.binding
-        for name, mean in moved.means.items():
-            monitor.record_loss(self.k, name, mean, z)
         binding.check_not_written(z, self.k)
         self._names = tuple(moved.values)
-        self._values = tuple(x.item() if x.device.type == "cpu" else x for x in moved.values.values())
+        seen = {n: monitor.record_loss(self.k, n, mean, z) for n, mean in moved.means.items()}
+        if moved.means is not moved.values:  # several processes: this one's are compared in a replay
+            seen = {n: x.item() if x.device.type == "cpu" else x for n, x in moved.values.items()}
+        self._values = tuple(seen.values())
         state = {**moved.at, **binding.parameters} if binding.own_parameters else moved.at
         stand_ins = [x for _, x in self.cut]
         if moved.leaves is not None:
@@ -289,7 +290,7 @@ class RecordedStep:
         """Run again, a step must end where it ended: what changed in between would make the gradient wrong."""
         assert self.conditions is not None
         mine = {n: x.detach() for n, x in to.items() if n in after and x.is_floating_point()}
-        if not mine or all(x.device.type == "cpu" and torch.equal(x, after[n]) for n, x in mine.items()):
+        if not mine or all(x.device.type == "cpu" and same_bits(x, after[n]) for n, x in mine.items()):
             return
         with torch.no_grad():
             off = norm(x - after[n] for n, x in mine.items())

@@ -20,11 +20,13 @@ from .graph import State, tensors_of
 class TaskBinding(Binding):
     """`Binding` with weights, buffers and batches for N tasks, and losses summed over them."""
 
+    vmaps_losses = True
+
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, tasks: int) -> None:
         if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 1:  # pyright: ignore
             raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {tasks!r}.")
         super().__init__(model, optimizer, own_parameters=False)
-        self.tasks = tasks
+        self.tasks, self.holds = tasks, False
         for name, module in model.named_modules():
             if isinstance(module, nn.RNNBase):
                 raise TypeError(

@@ -208,10 +208,12 @@ def test_autocast_around_the_step_or_in_the_loss():
             with torch.autocast("cpu", torch.bfloat16):
                 loop.run(4, *batch, outer=outer)
             grads.append(loop.hypergrad(lam))
-    for other in grads[1:]:
-        assert relative(grads[0], other) < 1e-5
+    assert relative(grads[0], grads[1]) < 1e-5  # autocast in the loss, or around the step
+    assert relative(grads[2], grads[3]) < 1e-5
+    # bf16 rounds a pulled-back product and a second derivative otherwise: the one is no farther from float32
     single = hypergrad(model, h, g, lam, batch, outer, 4, lr=0.1)
-    assert 1e-5 < relative(single, grads[0]) < 0.1
+    by_reverse, by_unroll = relative(single, grads[0]), relative(single, grads[2])
+    assert 1e-5 < by_reverse < min(0.1, 1.5 * by_unroll)
 
 
 def test_the_mode_of_the_step_is_that_of_its_replay():

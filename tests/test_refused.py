@@ -883,7 +883,6 @@ WRITES = {
     "a projection by .data": losses(mlp, projecting(lambda m: m[0].weight.data.mul_(0.9))),
     "a projection by NumPy": losses(mlp, projecting(lambda m: m[0].weight.detach().numpy().__imul__(0.9))),
     "other memory": losses(mlp, projecting(lambda m: setattr(m[0].weight, "data", m[0].weight.data * 0.9))),
-    "a frozen parameter": losses(frozen_first, projecting(lambda m: m[0].weight.mul_(0.9))),
 }
 
 

@@ -32,7 +32,7 @@ def cleaning(engine):
         torch.autograd.grad(functional_call(Host(model), w, (g, (x, y))), lam)
 
     def by_us(steps):
-        with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=engine) as loop:
+        with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=engine, check=False) as loop:
             loop.run(steps, x, y, outer=(x, y))
             loop.hypergrad(lam)
 
@@ -58,7 +58,7 @@ def few_shot(engine):
 
     def by_us(steps):
         f = encoder(images).reshape(4, 10, -1)
-        with bilevel.inner(head, loss, loss, solver="gd", lr=0.1, tasks=4, engine=engine) as loop:
+        with bilevel.inner(head, loss, loss, solver="gd", lr=0.1, tasks=4, engine=engine, check=False) as loop:
             loop.run(steps, f, y, outer=(f, y))
             loop.hypergrad(lam)
 

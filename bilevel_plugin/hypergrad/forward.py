@@ -70,7 +70,7 @@ class _ForwardTape(Tape):
             pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
             pairs = [(p, v) for p, v in pairs if p.requires_grad]
             new = _grad(pairs, adjoint)
-            new = {n: x for n, x in zip(moving, new, strict=True) if x is not None}
+            new = {n: x.detach() for n, x in zip(moving, new, strict=True) if x is not None}
             if outs[0].device.type == "cpu" and not is_finite(new.values()):
                 raise FloatingPointError(
                     f"bilevel.Forward: the tangent of the weights is not finite at step k = {k}. "

@@ -63,7 +63,8 @@ def pull_through(
         adjoint[name] = add(adjoint.get(name), x)  # pyright: ignore[reportArgumentType]
     unknown = found.without_value | frozenset(binding.statistics)
     to = {name: x for name, x in after_update.to.items() if name.partition("@")[0] not in unknown}
-    to.update({name: x.detach() for name, x in followed.items()})
+    if not inside.taking.without_graph:
+        to.update({name: x.detach() for name, x in followed.items()})
     return Pulled(
         {name: x for name, x in adjoint.items() if x is not None},
         [add(one, other) for one, other in zip(after_update.wanted, grads[len(inputs) - len(wanted) :], strict=True)],

@@ -32,7 +32,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
     """∇⟨∇ℓ, u⟩ without the numbers of ∇ℓ; by `plain` where the update reads them, or losses are vmapped."""
-    if step.update.reads_direction or step.binding.tasks is not None:
+    if step.update.reads_direction or step.binding.vmaps_losses:
         return plain.pull(step, z, buffers, a, wanted)
     return pull_through(step, z, buffers, a, wanted, _evaluate)
 
