@@ -14,17 +14,19 @@ Buffers are swapped in both ways, so that a loss may update them in place. Betwe
 hold the numbers of the current state.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import inspect
-import operator
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,10 +91,17 @@ class Binding:
         self.parameters = _inner_parameters(model, optimizer)
         self.modules = tuple(model.modules())
         self._module_ids = frozenset(map(id, self.modules))
+        self._children = [(m._modules, tuple(m._modules.values())) for m in self.modules]
         # a buffer that requires grad is an outer variable, and stays where it is
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None and not b.requires_grad}
         _refuse_shared_memory(model, self.parameters)
-        tracked = {id(b) for m in self.modules if isinstance(m, NORMALISATIONS) for n, b in m.named_buffers(recurse=False) if n in _RUNNING}
+        tracked = {
+            id(b)
+            for m in self.modules
+            if isinstance(m, NORMALISATIONS)
+            for n, b in m.named_buffers(recurse=False)
+            if n in _RUNNING
+        }
         self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
         self.moving: set[str] = set()  # the statistics that a step of this loop has changed
         self.changing: set[str] = set()  # the other buffers, of floating-point numbers, that it has
@@ -219,8 +228,12 @@ class Binding:
         """The parameters were written to by us: only what comes after is a change by hand."""
         self._versions = [p._version for p in self.parameters.values()]
 
-    def check_held(self, z: State, k: int) -> None:
-        """Raise if the model is not as the last step left it."""
+    def check_held(self, z: State, k: int, *, numbers: bool = True) -> None:
+        """Raise if the model is not as the last step left it.
+
+        Without `numbers`, weights whose version has not moved are taken for what they were: the step that follows
+        compares them in any case (`check_not_written`).
+        """
         assert self._session is not None
         self._session.check_on_top()
         if not self.holds:
@@ -232,12 +245,11 @@ class Binding:
                     "graph. Compute it inside h; build the model before the block, and open a new block after such a "
                     "change."
                 )
-        if not all(map(operator.is_, self.modules, self.model.modules())) or len(self.modules) != sum(
-            1 for _ in self.model.modules()
-        ):
+        if any(len(now) != len(then) or tuple(now.values()) != then for now, then in self._children):
             raise RuntimeError(
-                f"bilevel.inner: the layers of the model have changed in the block, after step k = {k}: one was replaced, "
-                "added or removed. Build the model before the block, and open a new block after such a change."
+                f"bilevel.inner: the layers of the model have changed in the block, after step k = {k}: one was "
+                "replaced, added or removed. Build the model before the block, and open a new block after such a "
+                "change."
             )
         for p in self._trainable:
             if not p.requires_grad:
@@ -247,11 +259,10 @@ class Binding:
                 raise RuntimeError(self._flag("unfrozen (requires_grad was set to True)", p, k))
         for (n, p), version in zip(self.parameters.items(), self._versions, strict=True):
             x = z[n]
-            if p.device.type == "cpu":  # by numbers: a change that was taken back is none
+            same = p._version == version and p.shape == x.shape and p.dtype == x.dtype
+            if p.device.type == "cpu" and (numbers or not same):  # a change that was taken back is none
                 same = same_bits(p, x)
-            else:
-                same = p.shape == x.shape and p.dtype == x.dtype and (p._version == version or p.is_meta)
-            if not same:
+            if not same and not p.is_meta:
                 raise RuntimeError(
                     f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "
                     "that change is not known. In the block it is loop.step that trains: leave out optimizer.step(), "
@@ -277,13 +288,18 @@ class Binding:
         if self.holds:
             for n, p in self.parameters.items():
                 if p.device.type == "cpu" and not same_bits(p, z[n]):
-                    raise RuntimeError(writes_to_weight("a loss", n, k))
+                    raise RuntimeError(
+                        f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k - 1}, or a loss writes "
+                        "to it (a projection), and the derivative of that change is not known. Leave it to loop.step, "
+                        "or write it as a function of the weights that the loss uses: a parametrization, or a term of "
+                        "the loss."
+                    )
 
     def _flag(self, what: str, p: Tensor, k: int) -> str:
         name = next(n for n, q in self.model.named_parameters() if q is p)
         return (
-            f"bilevel.inner: the parameter {name!r} was {what} in the block, after step k = {k}. Set requires_grad before "
-            "the block, and open a new block for another set of weights."
+            f"bilevel.inner: the parameter {name!r} was {what} in the block, after step k = {k}. Set requires_grad "
+            "before the block, and open a new block for another set of weights."
         )
 
     def warn_if_read(self, grads: Mapping[str, Tensor | None]) -> None:
@@ -293,8 +309,9 @@ class Binding:
                 self.warns = False
                 warnings.warn(
                     f"bilevel.inner: the buffer {n!r} is changed by a step and read by a loss after it. The derivative "
-                    "of that change is not known (that of running statistics of BatchNorm and InstanceNorm is), and the "
-                    "hypergradient leaves it out. Compute what it holds inside the loss, or check=False if you know.",
+                    "of that change is not known (that of running statistics of BatchNorm and InstanceNorm is), and "
+                    "the hypergradient leaves it out. Compute what it holds inside the loss, or check=False if you "
+                    "know.",
                     DerivativeWarning,
                     stacklevel=8,
                 )
@@ -302,9 +319,7 @@ class Binding:
     # --- the model as a function ---
 
     @contextmanager
-    def inside(
-        self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False
-    ) -> Generator[Inside]:
+    def inside(self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False) -> Generator[Inside]:
         """Weights and buffers in the model, to compute losses and their derivatives in.
 
         With `graph`, buffers that are state can be differentiated if `statistics` says so.
@@ -331,7 +346,9 @@ class Binding:
             leaves = {n: z[n] for n in self.parameters}
             weights = self.weights_for_losses(leaves)
             copies.update(weights)
-        hooks = [p._backward_hooks for p in self.parameters.values() if p._backward_hooks] if self.own_parameters else []
+        hooks = (
+            [p._backward_hooks for p in self.parameters.values() if p._backward_hooks] if self.own_parameters else []
+        )
         with (
             self.swapped(copies) as inside,
             self.twice_differentiable(inside.taking if follow else None),
@@ -387,10 +404,12 @@ class Binding:
             _check_arguments(name, loss, self.model, batch, error)
             raise
         except RuntimeError as error:
-            if not self.own_parameters and any(text in str(error) for text in ("deepcopy protocol", "of leaf variables")):
+            if not self.own_parameters and any(
+                text in str(error) for text in ("deepcopy protocol", "of leaf variables")
+            ):
                 raise RuntimeError(
-                    f"bilevel.inner: {name} treats the weights as leaves (copy.deepcopy, requires_grad_), and with this "
-                    "engine they have a graph. Use engine='reverse' without memory= and tasks=, or torch.func."
+                    f"bilevel.inner: {name} treats the weights as leaves (copy.deepcopy, requires_grad_), and with "
+                    "this engine they have a graph. Use engine='reverse' without memory= and tasks=, or torch.func."
                     "functional_call in place of a copy."
                 ) from error
             raise
@@ -407,10 +426,9 @@ class Binding:
         return self.total(value)
 
 
-def writes_to_weight(name: str, weight: str, k: int | None = None) -> str:
-    at = "" if k is None else f", at step k = {k},"
+def writes_to_weight(name: str, weight: str) -> str:
     return (
-        f"bilevel.inner: {name} writes to the weight {weight!r}{at} (nn.Embedding(max_norm=...), or a projection), and the "
+        f"bilevel.inner: {name} writes to the weight {weight!r} (nn.Embedding(max_norm=...), or a projection), and the "
         "derivative of that is not known. Write it as a function of the weights that the loss uses: a parametrization, "
         "or a term of the loss."
     )
@@ -435,7 +453,7 @@ _NOTHING = nullcontext()
 class _Session:
     """What a block found in the model. Sessions on one model stack; each puts back what it found."""
 
-    _open: dict[int, list[_Session]] = {}  # of every parameter that is held, by id: the innermost is the last
+    _open: ClassVar[dict[int, list[_Session]]] = {}  # of every parameter that is held, by id: the innermost is the last
 
     def __init__(self, binding: Binding) -> None:
         self.binding, self.thread = binding, get_ident()
@@ -487,8 +505,8 @@ class _Session:
         for p in self.binding.parameters.values():
             if self._open[id(p)][-1] is not self:
                 raise RuntimeError(
-                    "bilevel.inner: a nested block is still open on the same model, and its weights are in it. Close the "
-                    "inner block first, or give it a copy of the model."
+                    "bilevel.inner: a nested block is still open on the same model, and its weights are in it. Close "
+                    "the inner block first, or give it a copy of the model."
                 )
 
     def close(self) -> None:
@@ -518,7 +536,7 @@ class _Session:
             holder[name] = t
         for holder, name, value, items in self._attributes:
             if items is not None:
-                value[:] = items
+                cast("list[Any]", value)[:] = items
             holder[name] = value
         for p, flag in self._flags:
             p.requires_grad_(flag)
@@ -536,9 +554,7 @@ def _places(
 ) -> list[tuple[dict[str, Any], str, str]]:
     """Every place that holds one of them: tied weights have several, a submodule under two names is one place."""
     names = {id(t): n for n, t in tensors.items()}
-    return [
-        (vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names
-    ]
+    return [(vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names]
 
 
 def _has_weight_norm(module: nn.Module) -> bool:
@@ -571,8 +587,8 @@ def _refuse_model(model: nn.Module) -> None:
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"bilevel.inner: {where} is a TorchScript module (torch.jit), whose derivatives can't be looked into. Pass "
-                "the nn.Module that it was made from."
+                f"bilevel.inner: {where} is a TorchScript module (torch.jit), whose derivatives can't be looked into. "
+                "Pass the nn.Module that it was made from."
             )
         if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise TypeError(
@@ -586,9 +602,9 @@ def _refuse_model(model: nn.Module) -> None:
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise TypeError(
-                f"bilevel.inner: {where} has a backward hook, and autograd would apply it to second derivatives as well. "
-                "Remove it; what it does to the gradient can be an operation in the model, or clip=, a function of the "
-                "direction."
+                f"bilevel.inner: {where} has a backward hook, and autograd would apply it to second derivatives as "
+                "well. Remove it; what it does to the gradient can be an operation in the model, or clip=, a function "
+                "of the direction."
             )
         if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
             raise TypeError(
@@ -621,7 +637,7 @@ def _refuse_shared_memory(model: nn.Module, parameters: State) -> None:
             last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
             spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size(), n, key in held))
     spans.sort()
-    for (_, end, one, a), (begin, _, other, b) in zip(spans, spans[1:], strict=False):
+    for (_, end, one, a), (begin, _, other, b) in itertools.pairwise(spans):
         if begin < end and (a or b):
             raise ValueError(
                 f"bilevel.inner: {one!r} and {other!r} are tied: two tensors that share their memory, of which a step "
@@ -631,7 +647,7 @@ def _refuse_shared_memory(model: nn.Module, parameters: State) -> None:
 
 
 def _lazy(t: Tensor) -> bool:
-    return isinstance(t, nn.parameter.UninitializedTensorMixin)
+    return isinstance(t, torch.nn.parameter.UninitializedTensorMixin)  # pyright: ignore
 
 
 def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
@@ -658,8 +674,8 @@ def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
     for n, p in inner.items():
         if _lazy(p):
             raise ValueError(
-                f"bilevel.inner: the parameter {n!r} of a lazy module has no shape yet. Call the model once, on a batch, "
-                "before the block."
+                f"bilevel.inner: the parameter {n!r} of a lazy module has no shape yet. Call the model once, on a "
+                "batch, before the block."
             )
         if p.is_complex():
             raise TypeError(
@@ -674,8 +690,8 @@ def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
         hooks = getattr(p, "_post_accumulate_grad_hooks", None)
         if hooks:
             raise ValueError(
-                f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, and a block has none "
-                "there. Remove it, and write what it does to the gradient as clip=, a function of the direction."
+                f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, and a block has "
+                "none there. Remove it, and write what it does to the gradient as clip=, a function of the direction."
             )
     return inner
 

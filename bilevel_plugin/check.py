@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import suppress
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,7 +106,8 @@ def gradcheck(
             )
     scale = _Scale.of([*tensors.values(), *model.parameters()], tol)
     binding = Binding(model, options.get("optimizer"))
-    block = inner(model, h, g, **{"check": False, **options})
+    settings: dict[str, Any] = {"check": False, **options}
+    block = inner(model, h, g, **settings)
 
     def run(differentiate: bool) -> tuple[float, list[Tensor]]:
         torch.manual_seed(seed)
@@ -192,7 +193,7 @@ def _check_second_derivatives(
                 findings.append(Finding(f"loss {name}", math.inf, "WRONG", _first_line(error)))
             if findings[-1].verdict == "WRONG":
 
-                def value(term: Term = term) -> Tensor:
+                def value(term: Term = term, z: State = z) -> Tensor:
                     torch.manual_seed(seed)
                     with binding.inside(z, z, graph=True) as inside:
                         return binding.loss(term.name, term.loss, inside, term.batch)

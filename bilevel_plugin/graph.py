@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 State = dict[str, Tensor]
 Pairs = list[tuple[Tensor, Tensor]]  # (a tensor of the user's, the leaf that stands for it in a step)
 _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
-_ONCE = once_differentiable(lambda: None).__code__
+_ONCE = once_differentiable(lambda ctx: None).__code__  # pyright: ignore
 
 
 class DerivativeWarning(UserWarning):
@@ -121,7 +121,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of the host hold the same bits, nan and all; compared in place, at the speed of the memory."""
+    """Whether two tensors of the host hold the same bits, nan and all; at the speed of the memory."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if x.is_contiguous() and y.is_contiguous():
@@ -218,16 +218,20 @@ def find_leaves(
 
 
 GRAPH_TO_WEIGHTS = (
-    "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, and carries a "
-    "graph back to them, of which the step would not see the end. Compute it inside h (or g), or .detach() it if it is "
-    "meant to be a constant."
+    "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, and carries "
+    "a graph back to them, of which the step would not see the end. Compute it inside h (or g), or .detach() it if it "
+    "is meant to be a constant."
 )
+
+
+def _leaf_of(node: Any) -> Tensor:
+    return node.variable
 
 
 def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
     """Whether a node reads one of these leaves, or a tensor that one of these nodes made."""
     for edge, _ in node.next_functions:
-        if edge is not None and (edge in stop or (type(edge) is _LEAF and id(edge.variable) in leaves)):
+        if edge is not None and (edge in stop or (type(edge) is _LEAF and id(_leaf_of(edge)) in leaves)):
             return True
     return False
 
@@ -243,7 +247,8 @@ def reads_since(root: Tensor, leaf: Tensor, state: Iterable[Tensor], since: int)
     """Whether a node of the graph, down to the state, reads this leaf and is not older than `since`."""
     stop = {x.grad_fn for x in state} - {None}
     return any(
-        node not in stop and node._sequence_nr() >= since and _reads(node, {id(leaf)}, ()) for node in nodes([root], stop)
+        node not in stop and node._sequence_nr() >= since and _reads(node, {id(leaf)}, ())
+        for node in nodes([root], stop)
     )
 
 
@@ -254,9 +259,9 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
     for node in nodes(roots):
         for edge, _ in node.next_functions:
             if edge is not None and type(edge) is _LEAF:
-                found[id(edge.variable)] = edge.variable
+                found[id(_leaf_of(edge))] = _leaf_of(edge)
                 if node._sequence_nr() < since:
-                    old.add(id(edge.variable))
+                    old.add(id(_leaf_of(edge)))
     return [x for key, x in found.items() if key not in old]
 
 
@@ -286,7 +291,9 @@ def _refuse_node(node: Any) -> None:
     forward = getattr(type(node), "_forward_cls", None)
     if name.startswith("EmbeddingBackward"):
         if getattr(node, "_saved_scale_grad_by_freq", False):
-            raise RuntimeError(no_second_derivative("nn.Embedding(scale_grad_by_freq=True)", "scale_grad_by_freq=False"))
+            raise RuntimeError(
+                no_second_derivative("nn.Embedding(scale_grad_by_freq=True)", "scale_grad_by_freq=False")
+            )
         return
     if name.startswith("WeightNormInterface"):
         if not _weight_norm_is_right():
@@ -333,7 +340,7 @@ _UNDERIVED = {  # torch's names of operations in its own errors
 }
 
 
-class explained:  # noqa: N801 (a context manager that reads like a verb)
+class explained:
     """Torch's own errors about derivatives as ours, which name what to do."""
 
     def __enter__(self) -> None:
@@ -383,8 +390,9 @@ class FirstLook(TorchFunctionMode):
             raise RuntimeError(_RECOMPUTES)
         if func is Tensor.register_hook:
             raise RuntimeError(
-                "bilevel.inner: a loss registers a hook on a tensor, and autograd would apply it to second derivatives as "
-                "well. Write what it does to the gradient as an operation (a function of the direction goes to clip=)."
+                "bilevel.inner: a loss registers a hook on a tensor, and autograd would apply it to second derivatives "
+                "as well. Write what it does to the gradient as an operation (a function of the direction goes to "
+                "clip=)."
             )
         for x in args:
             if isinstance(x, Tensor) and not x.requires_grad and x.is_leaf and x.is_floating_point():
@@ -393,9 +401,9 @@ class FirstLook(TorchFunctionMode):
 
 
 _RECOMPUTES = (
-    "bilevel.inner: h or g uses activation checkpointing (torch.utils.checkpoint), which runs a part of the model again "
-    "in the backward pass. An engine that keeps graphs would find other weights there. Use engine='reverse' without "
-    "memory= and tasks=, or switch checkpointing off: the graphs are what takes the memory here."
+    "bilevel.inner: h or g uses activation checkpointing (torch.utils.checkpoint), which runs a part of the model "
+    "again in the backward pass. An engine that keeps graphs would find other weights there. Use engine='reverse' "
+    "without memory= and tasks=, or switch checkpointing off: the graphs are what takes the memory here."
 )
 
 

@@ -112,12 +112,13 @@ class Inner:
                 )
             if hasattr(loss, "_torchdynamo_orig_callable"):
                 raise TypeError(
-                    f"bilevel.inner: {name} is torch.compile'd, and a compiled function has no second derivative. Give the "
-                    "function as it was before compiling; Reverse(compile=True) compiles the steps."
+                    f"bilevel.inner: {name} is torch.compile'd, and a compiled function has no second derivative. Give "
+                    "the function as it was before compiling; Reverse(compile=True) compiles the steps."
                 )
         if check not in ("first", "always", False):
             raise ValueError(f"bilevel.inner: check= takes 'first', 'always' or False, got {check!r}.")
-        self._losses, self._check = (h, g), check
+        self._losses = h, g
+        self._check: Check = check
         self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)
         self._clip = resolve_clip(clip)

@@ -39,9 +39,7 @@ def twice_differentiable(
 
 
 @contextmanager
-def _several(
-    recurrent_on_gpu: bool, weight_norm: bool, statistics: TakingDirection | None
-) -> Generator[None]:
+def _several(recurrent_on_gpu: bool, weight_norm: bool, statistics: TakingDirection | None) -> Generator[None]:
     no_cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent_on_gpu else nullcontext()
     plain = _PlainWeightNorm() if weight_norm else nullcontext()
     written_out = nullcontext() if statistics is None else RunningStatistics(statistics)
@@ -198,9 +196,10 @@ class RunningStatistics(TorchFunctionMode):
             # once in the forward pass, and once more as it is run again in the backward pass
             self._taking.without_graph = True
             x = x.detach()
+        x = x.to(mean.dtype)  # the kernel that it stands for does not round a batch of bf16 either
         for running, batch in zip((mean, var), (x.mean(dims), x.var(dims, correction=1)), strict=True):
             batch = batch if batch.dim() == 1 else batch.mean(0)
-            running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
+            running.mul_(1 - momentum).add_(batch, alpha=momentum)
 
 
 _DEVICE_TYPES = {"cpu"}

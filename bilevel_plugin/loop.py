@@ -1,5 +1,7 @@
 """The handle of a block: it takes the inner steps and gives the gradients of the outer loss."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -11,14 +13,25 @@ from torch import Tensor, nn
 
 from .binding import NESTED, OWNER, Binding, Inside, Loss, evaluating_loss, scalar
 from .graph import (
-    Gradients, Pairs, State, Traced, as_leaves, cut_graph, explained, find_leaves, is_finite, reaches,
-    sequence_number, tensors_of, vjp,
+    Gradients,
+    Pairs,
+    State,
+    Traced,
+    as_leaves,
+    cut_graph,
+    explained,
+    find_leaves,
+    is_finite,
+    reaches,
+    sequence_number,
+    tensors_of,
+    vjp,
 )  # fmt: skip
 from .hypergrad import Engine
 from .hypergrad.base import End
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
-from .replay import Conditions, RecordedStep, undisturbed, refuse_hidden_parameter
+from .replay import Conditions, RecordedStep, refuse_hidden_parameter, undisturbed
 from .sentinel import Sentinel
 from .solvers import StepRule
 from .step import LossMonitor, Step, Term, disconnected
@@ -51,9 +64,9 @@ class Loop:
         refuse_inference_mode()
         if evaluating_loss() and torch.is_grad_enabled() and engine.tape().replays:
             raise RuntimeError(
-                f"bilevel.inner: a block inside of a loss has engine={type(engine).__name__}, whose result has no graph "
-                "that the loss could be differentiated through. Use engine='unroll' for it, or torch.no_grad() around "
-                "it if it is meant to be a constant."
+                f"bilevel.inner: a block inside of a loss has engine={type(engine).__name__}, whose result has no "
+                "graph that the loss could be differentiated through. Use engine='unroll' for it, or torch.no_grad() "
+                "around it if it is meant to be a constant."
             )
         self._binding, self._rule, self._update, self._clip, self._engine = binding, rule, update, clip, engine
         self._h, self._g = losses
@@ -90,7 +103,7 @@ class Loop:
         """
         self._check_open()
         binding, k = self._binding, self._k + 1
-        binding.check_held(self._z, self._k)
+        binding.check_held(self._z, self._k, numbers=False)
         self._update.check()
         self._check_outer_variables()
         self._outer = self._outer if outer is None else as_tuple(outer)
@@ -103,8 +116,8 @@ class Loop:
         if isinstance(weights[1], Tensor) or weights[1] != 0:
             if self._g is None:
                 raise TypeError(
-                    f"bilevel.inner: step k = {k} of {type(self._rule).__name__} descends g as well, and there is no g. "
-                    "Give it: bilevel.inner(model, h, g), or take solver='gd'."
+                    f"bilevel.inner: step k = {k} of {type(self._rule).__name__} descends g as well, and there is no "
+                    "g. Give it: bilevel.inner(model, h, g), or take solver='gd'."
                 )
             self._refuse_graph_to_weights("outer=", self._outer)
             self._refuse_iterators(self._outer)
@@ -140,8 +153,9 @@ class Loop:
             return update
         if hooks is not None and self._update.has_no_rate:
             raise ValueError(
-                "bilevel.inner: a parameter has a hook on its gradient, and the rates are the solver object's: the hook "
-                "would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by name."
+                "bilevel.inner: a parameter has a hook on its gradient, and the rates are the solver object's: the "
+                "hook would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by "
+                "name."
             )
         each = self._binding.each_task
         return Transformed([lambda d, t=t: each(t, d) for t in transforms], update)
@@ -393,8 +407,8 @@ class Loop:
     def _outer_loss(self) -> Loss:
         if self._g is None:
             raise TypeError(
-                "bilevel.inner: there is no g to evaluate. Give it: bilevel.inner(model, h, g), or pass a loss= that is "
-                "computed from loop(x)."
+                "bilevel.inner: there is no g to evaluate. Give it: bilevel.inner(model, h, g), or pass a loss= that "
+                "is computed from loop(x)."
             )
         return self._g
 
@@ -409,16 +423,16 @@ class Loop:
             itself = any(id(x) in inner or self.is_of_earlier_weights(x) for x in tensors)
             if itself or reaches([x for x in tensors if not x.is_leaf], inner, stop, self._binding.opened):
                 raise ValueError(
-                    f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a graph "
-                    "back to them, of which a step would not see the end. Compute it inside h (or g), or .detach() it "
-                    "if it is meant to be a constant."
+                    f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a "
+                    "graph back to them, of which a step would not see the end. Compute it inside h (or g), or "
+                    ".detach() it if it is meant to be a constant."
                 )
 
     def _refuse_iterators(self, batch: tuple[Any, ...]) -> None:
         if self._tape.replays and any(hasattr(x, "__next__") for x in batch):
             raise TypeError(
-                "bilevel.inner: a batch holds an iterator, which is used up when the step is run again. Give the step what "
-                "it yields (next(iterator)), or use engine='unroll'."
+                "bilevel.inner: a batch holds an iterator, which is used up when the step is run again. Give the step "
+                "what it yields (next(iterator)), or use engine='unroll'."
             )
 
     def _check_outer_variables(self) -> None:
@@ -426,9 +440,9 @@ class Loop:
         for x, version in self._outer_variables:
             if not x.requires_grad:
                 raise RuntimeError(
-                    f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in the "
-                    "block, and the graph of a step without it would lack its share. Leave it on, and .detach() it in "
-                    "the loss where it is meant to be a constant."
+                    f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in "
+                    "the block, and the graph of a step without it would lack its share. Leave it on, and .detach() it "
+                    "in the loss where it is meant to be a constant."
                 )
             if x._version != version:
                 raise RuntimeError(
@@ -511,7 +525,6 @@ class _OuterLoss(End):
         with self.traced(z) as traced:
             self.warn_of_buffers(traced.to["g"])
             return _pull_loss(traced, self._loop._binding, inputs, into)
-
 
     def warn_of_buffers(self, value: Tensor) -> None:
         if self._watched:

@@ -80,7 +80,7 @@ class ParallelBinding(Binding):
         return _sum(self._group, grads, like) if self.own_parameters else grads
 
     def means_of_losses(self, values: State) -> State:
-        """Also checks that the ranks evaluate the same losses: a rank that is a step ahead would get others' numbers."""
+        """Also checks that the ranks evaluate the same losses: one that is a step ahead would get others' numbers."""
         means = self._meet(",".join(values), list(values.values()))
         return dict(zip(values, means, strict=False))
 

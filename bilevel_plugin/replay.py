@@ -17,7 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from .binding import NESTED, OWNER, Binding, evaluating_loss
-from .graph import GRAPH_TO_WEIGHTS, Gradients, Pairs, State, Traced, find_leaves, norm, reads_since, same_bits, sequence_number, tensors_of
+from .graph import (
+    GRAPH_TO_WEIGHTS,
+    Gradients,
+    Pairs,
+    State,
+    Traced,
+    find_leaves,
+    norm,
+    reads_since,
+    same_bits,
+    sequence_number,
+    tensors_of,
+)
 from .kernels import EXCLUSIVE
 from .pullback.base import Pull, Pulled
 from .step import LossMonitor, Moved, Step, disconnected
@@ -199,9 +211,7 @@ class RecordedStep:
             self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins, since))
         for option in self.step.update.options:
             self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
-        self._versions = [
-            (_IN_BATCH[n], x, x._version) for n, _, batch in self.step.terms for x in tensors_of(batch)
-        ]
+        self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in self.step.terms for x in tensors_of(batch)]
         # the parameters of a block inside of a loss are written to by every evaluation, and put back
         self._versions += [("an outer variable", x, x._version) for x in self.leaves if id(x) not in NESTED]
 
@@ -335,15 +345,13 @@ def refuse_hidden_parameter(
     """
     own = {id(p): n for n, p in binding.parameters.items()}
     state = tuple(state)
-    hidden = next(
-        (own[id(x)] for x in leaves if id(x) in own and reads_since(value, x, state, binding.opened)), None
-    )
+    hidden = next((own[id(x)] for x in leaves if id(x) in own and reads_since(value, x, state, binding.opened)), None)
     if hidden is not None:
         raise RuntimeError(
             f"bilevel.inner: {name} uses the parameter {hidden!r} by a reference that was made before: a list of "
             "parameters, in the loss or in a module, or a tensor that was computed from the model. It does not see the "
-            "weights of this loop. Compute it inside h (or g), from the model that it is given; or use engine='reverse' "
-            "without memory= and tasks=, where a list of parameters is right."
+            "weights of this loop. Compute it inside h (or g), from the model that it is given; or use "
+            "engine='reverse' without memory= and tasks=, where a list of parameters is right."
         )
 
 

@@ -45,9 +45,7 @@ class _Point:
     def moved(self, direction: Sequence[Tensor], by: float) -> _Point:
         values = [x.detach() + by * d for x, d in zip(self.tensors(), direction, strict=True)]
         n = len(self.weights)
-        return _Point(
-            dict(zip(self.weights, values[:n], strict=True)), dict(zip(self.outer, values[n:], strict=True))
-        )
+        return _Point(dict(zip(self.weights, values[:n], strict=True)), dict(zip(self.outer, values[n:], strict=True)))
 
     def tensors(self) -> list[Tensor]:
         return [*self.weights.values(), *self.outer.values()]

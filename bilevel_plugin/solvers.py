@@ -36,11 +36,11 @@ def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
                 f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}. For one rate a step give a "
                 f"function: lambda k: {short}[k - 1]."
             )
-        value = value.reshape(())
+        value = value.reshape(()) if value.dim() else value
         if value.device.type != "cpu":  # reading it would make the host wait for the device
             return value
         number = float(value.detach())
-    elif isinstance(value, (int, float)):
+    elif isinstance(value, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         number = float(value)
     else:
         raise TypeError(

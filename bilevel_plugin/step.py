@@ -82,9 +82,7 @@ class Step:
         weighted, values = self.losses(inside)
         return Evaluated(weighted, values, gradient(weighted, inside, create_graph), inside.buffers())
 
-    def move(
-        self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None
-    ) -> Moved:
+    def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
         """z⁺, with a graph if it is asked for. `within` is called while weights and graph are still in the model."""
         binding = self.binding
         with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
@@ -119,8 +117,8 @@ class Step:
         for n, b in after.items():
             if b.requires_grad and n not in binding.statistics and n not in binding.changing:
                 raise ValueError(
-                    f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, which the next step would "
-                    "not see the end of. Compute it inside h, or .detach() what is kept there."
+                    f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, which the next step "
+                    "would not see the end of. Compute it inside h, or .detach() what is kept there."
                 )
         for n in binding.statistics:
             to[n] = after[n] if after[n].requires_grad else after[n].detach()
@@ -153,9 +151,9 @@ def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool) -> Stat
 
 def statistics_under_checkpointing(instead: str) -> str:
     return (
-        "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a loss "
-        f"reads them in eval mode: the derivative of that update is not known. Use {instead}, or leave the layer out of "
-        "the checkpointed part."
+        "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a "
+        f"loss reads them in eval mode: the derivative of that update is not known. Use {instead}, or leave the layer "
+        "out of the checkpointed part."
     )
 
 

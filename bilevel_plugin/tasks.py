@@ -30,14 +30,14 @@ class TaskBinding(Binding):
         for name, module in model.named_modules():
             if isinstance(module, nn.RNNBase):
                 raise TypeError(
-                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__}) has "
-                    "no vmap in PyTorch. Loop over the tasks with a block for each, or write it with nn.LSTMCell."
+                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__}) "
+                    "has no vmap in PyTorch. Loop over the tasks with a block for each, or write it with nn.LSTMCell."
                 )
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:  # pyright: ignore
                 raise TypeError(
-                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__} with "
-                    "momentum=None) reads its count as a number, which vmap does not allow. Set its momentum, or loop "
-                    "over the tasks with a block for each."
+                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__} "
+                    "with momentum=None) reads its count as a number, which vmap does not allow. Set its momentum, or "
+                    "loop over the tasks with a block for each."
                 )
         self.buffers = {n: self.for_every_task(b).clone() for n, b in self.buffers.items()}
 

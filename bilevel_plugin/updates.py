@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -79,17 +79,17 @@ class Update(ABC):
 class UpdateRule(ABC):
     """What a loop updates its weights by."""
 
-    start: State = {}  # the optimizer's tensors at the beginning
+    start: State  # the optimizer's tensors at the beginning
     has_no_rate: bool = False  # the rate is in the direction already (a solver object's)
 
     @abstractmethod
     def at_step(self, k: int) -> Update:
         """Υ_k, with the options as they are now."""
 
-    def count(self, d: Iterable[str]) -> None:
+    def count(self, d: Iterable[str]) -> None:  # noqa: B027 (most have nothing to count)
         """Called after a step, with the names of the weights that it moved."""
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 (plain steps have no optimizer)
         """Raise if something was done to the optimizer that a step would not see."""
 
     def lacks(self, need: str) -> str | None:
@@ -131,6 +131,7 @@ class DescentRule(UpdateRule):
 
     rate: Rate | None
     count_once: CountOnce
+    start: State = field(default_factory=dict[str, Tensor])
     _last: Descent | None = None
 
     @property
@@ -155,9 +156,7 @@ Formula = Callable[[State, str, Tensor, int, Mapping[str, Any]], None]
 class OptimizerRule(UpdateRule):
     """The rule of a torch.optim object, with its groups, options and present state."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], count_once: CountOnce
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], count_once: CountOnce) -> None:
         self._optimizer, self._count_once = optimizer, count_once
         self._formula = _formula(optimizer)
         self._names = [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
@@ -176,8 +175,8 @@ class OptimizerRule(UpdateRule):
         groups = self._optimizer.param_groups
         if [[id(p) for p in group["params"]] for group in groups] != self._held:
             raise RuntimeError(
-                "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set them "
-                "up before the block, and open a new block after such a change."
+                "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set "
+                "them up before the block, and open a new block after such a change."
             )
         _refuse_hooks(self._optimizer)
 
@@ -363,7 +362,8 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
         if hooks:
             raise ValueError(
                 "bilevel.inner: the optimizer has a hook on its step, and a block reads the optimizer without stepping "
-                "it. Remove the hook; what it does to the gradient can be written as clip=, a function of the direction."
+                "it. Remove the hook; what it does to the gradient can be written as clip=, a function of the "
+                "direction."
             )
 
 
@@ -431,7 +431,7 @@ def resolve_clip(clip: float | Transform | None) -> Transform | None:
         return clip
     if isinstance(clip, bool) or not isinstance(clip, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
-            f"bilevel.inner: clip= takes the largest norm as a number, or a function of the direction (a dict of tensors) "
-            f"such as bilevel.clip_value(0.1), got {type(clip).__name__}."
+            "bilevel.inner: clip= takes the largest norm as a number, or a function of the direction (a dict of "
+            f"tensors) such as bilevel.clip_value(0.1), got {type(clip).__name__}."
         )
     return clip_norm(clip)

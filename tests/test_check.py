@@ -80,7 +80,9 @@ def test_a_missing_second_derivative_is_found_and_its_module_named():
     report = bilevel.gradcheck(model, h, g, lam, x, y, outer=(x, y), lr=0.5)
     assert not report
     (module,) = report.modules
-    assert module.startswith("'1.1' (OnceModule): no second derivative: h or g uses the autograd.Function Once, which is marked once_")
+    assert module.startswith(
+        "'1.1' (OnceModule): no second derivative: h or g uses the autograd.Function Once, which is marked once_"
+    )
     assert "hypergrad raised" in str(report)
 
 

@@ -229,9 +229,7 @@ def test_changes_that_no_version_tells(parts):
 
 def test_unknown_names(parts):
     model, h, g, _, _, _ = parts
-    with pytest.raises(
-        ValueError, match=r"unknown engine 'ift'. Known: 'reverse', 'unroll', 'forward', 'cg'"
-    ):
+    with pytest.raises(ValueError, match=r"unknown engine 'ift'. Known: 'reverse', 'unroll', 'forward', 'cg'"):
         bilevel.inner(model, h, g, engine="ift")
     with pytest.raises(ValueError, match=r"checkpoint must be 'sqrt' or at least 1"):
         bilevel.Reverse(checkpoint="root")  # pyright: ignore
@@ -412,7 +410,7 @@ def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
     model, _, g, lam, x, y = parts
     fused = lambda m, x, y: lam[0].exp() * g(m, x, y) + torch._weight_norm(m[0].weight, torch.ones(4, 1)).sum()
     with bilevel.inner(model, fused, g, solver="gd", lr=0.1) as loop:
-        with pytest.raises(RuntimeError, match=r"uses torch's weight_norm and that has no second derivative, or a wrong one"):
+        with pytest.raises(RuntimeError, match=r"uses torch's weight_norm and that has no second derivative"):
             loop.step(x, y, outer=(x, y))
 
 

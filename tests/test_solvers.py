@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from problems import Ridge, relative, hypergrad
+from problems import Ridge, hypergrad, relative
 
 import bilevel_plugin as bilevel
 from bilevel_plugin.solvers import SOLVERS

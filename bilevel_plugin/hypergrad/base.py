@@ -14,6 +14,7 @@ from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
 from .plan import Plan
 
+
 class End(ABC):
     """The outer loss at the end of the loop."""
 
@@ -24,7 +25,7 @@ class End(ABC):
     def traced(self, z: State | None = None) -> AbstractContextManager[Traced]:
         """The loss with its graph at z (the last state, if None), as long as this lasts."""
 
-    def warn_of_buffers(self, value: Tensor) -> None:
+    def warn_of_buffers(self, value: Tensor) -> None:  # noqa: B027 (a loss of the user's has none to warn of)
         """Say so, if the value reads a buffer that a step has changed by a rule that can't be differentiated."""
 
     @abstractmethod

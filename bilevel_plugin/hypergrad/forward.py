@@ -61,9 +61,8 @@ class _ForwardTape(Tape):
         adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
         at = {n: x for n, x in traced.at.items() if x.requires_grad}
         ins = [*at.values(), *(x for _, x in sources)]
-        with torch.enable_grad():
-            with explained():
-                pulled = grad(outs, ins, adjoint, create_graph=True, retain_graph=True)
+        with torch.enable_grad(), explained():
+            pulled = grad(outs, ins, adjoint, create_graph=True, retain_graph=True)
         for (owner, element), tangent in self._tangents.items():
             along = [tangent.get(n) for n in at]
             along += [_unit(x, element) if id(tensor) == owner else None for tensor, x in sources]

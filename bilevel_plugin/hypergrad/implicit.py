@@ -139,9 +139,7 @@ class _ImplicitTape(Tape):
         self._check_settled(found, other)
         return found, {}
 
-    def _at(
-        self, step: RecordedStep, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients
-    ) -> State:
+    def _at(self, step: RecordedStep, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
         """Add a·(I − ∂Φ/∂z)⁻¹·∂Φ/∂λ at z to the sums; returns Φ(z)."""
         with step.traced(z) as traced:
             at = {n: x for n, x in traced.at.items() if x.requires_grad}
@@ -167,9 +165,9 @@ class _ImplicitTape(Tape):
         if not change <= self._options.settled * size:
             name = type(self._options).__name__
             raise RuntimeError(
-                f"bilevel.{name}: it differentiates the fixed point of the inner steps, and the loop has not come to it: "
-                f"one step on, the gradient would change by {change / size if size else 1.0:.1%}. Take more steps, use "
-                f"engine='reverse', or allow it: bilevel.{name}(settled=...)."
+                f"bilevel.{name}: it differentiates the fixed point of the inner steps, and the loop has not come to "
+                f"it: one step on, the gradient would change by {change / size if size else 1.0:.1%}. Take more steps, "
+                f"use engine='reverse', or allow it: bilevel.{name}(settled=...)."
             )
 
 

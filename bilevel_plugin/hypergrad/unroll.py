@@ -39,7 +39,10 @@ class _UnrollTape(Tape):
     def start(self, z: State) -> State:
         with torch.enable_grad():
             # a clone, so that writing to the parameters does not touch the graph
-            self._start = {n: x.clone() if x.requires_grad or not x.is_floating_point() else x.clone().requires_grad_() for n, x in z.items()}
+            self._start = {
+                n: x.clone() if x.requires_grad or not x.is_floating_point() else x.clone().requires_grad_()
+                for n, x in z.items()
+            }
         self._remember(self._start)
         return self._start
 

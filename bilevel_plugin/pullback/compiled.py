@@ -17,7 +17,7 @@ from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
 from ..binding import Binding, Loss
-from ..graph import State, as_leaves
+from ..graph import State, as_leaves, map_tensors
 from ..kernels import NORMALISATIONS, TakingDirection
 from ..step import Moved, Step
 from . import lean
@@ -62,10 +62,12 @@ class _Functions:
             with torch.autocast("cpu", enabled=False):
                 return torch.autograd.grad(outputs, inputs, along, allow_unused=True), values
 
-        self._gradient, self._pull = (
-            torch.compile(_with_code_of_its_own(f), fullgraph=True, dynamic=False, backend=self._watched)
-            for f in (gradient, pull)
-        )
+        self._gradient, self._eager_pull = self._compiled(gradient), pull
+        self._pulls: dict[tuple[int, ...], Callable[..., Any]] = {}  # by which of the tensors seen are wanted
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        own = _with_code_of_its_own(function)
+        return torch.compile(own, fullgraph=True, dynamic=False, backend=self._watched)
 
     def _watched(self, graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         """Inductor's code, which also notes what the graph was given: closed-over tensors are among it."""
@@ -86,11 +88,31 @@ class _Functions:
         seen, self._seen = self._seen, []  # the cache outlives the block, and must not hold what the block was given
         return d, values, buffers, seen
 
-    def pull(self, z: State, u: State, *args: Any) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+    def pull(
+        self,
+        z: State,
+        u: State,
+        rates: Any,
+        buffers: Any,
+        batches: Any,
+        wanted: Sequence[Tensor],
+        seen: Sequence[Tensor],
+    ) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+        """∇_(w, λ) ⟨∇ℓ, u⟩ for what is wanted of the tensors that the gradient has seen; None for any other.
+
+        There is a function for each choice of them: torch's compiler has no guard on an argument being the same tensor
+        as a closed-over one, and a function that was compiled for one outer variable would take it for another.
+        """
+        places = {id(x): i for i, x in enumerate(seen)}
+        read = [x for x in wanted if id(x) in places]
+        key = tuple(places[id(x)] for x in read)
+        if key not in self._pulls:
+            self._pulls[key] = self._compiled(self._eager_pull)
         with config.patch(trace_autograd_ops=True):
-            grads, values = self._pull({n: x.detach() for n, x in z.items()}, u, *args)
+            grads, values = self._pulls[key]({n: x.detach() for n, x in z.items()}, u, rates, buffers, batches, read)
         self._seen = []
-        return grads, values
+        found = dict(zip(map(id, read), grads[len(z) :], strict=True))
+        return [*grads[: len(z)], *(found.get(id(x)) for x in wanted)], values
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +143,9 @@ class Compiler:
         self._kinds.add(tuple(t.name for t in step.terms))
         binding = step.binding
         after = [m.training for m in binding.modules]
-        judged = [a and b for a, b, m in zip(before, after, binding.modules, strict=True) if isinstance(m, NORMALISATIONS)]
+        judged = [
+            a and b for a, b, m in zip(before, after, binding.modules, strict=True) if isinstance(m, NORMALISATIONS)
+        ]
         if draws:
             self.give_up("the step draws random numbers, and compiled code would draw others")
         elif binding.weight_norm:
@@ -143,17 +167,20 @@ class Compiler:
 class CompiledStep(Step):
     """Φ_k whose gradient is compiled, if a step like it was run before."""
 
-    __slots__ = ("_compiler",)
+    __slots__ = ("_compiler", "_seen")
 
     def __init__(self, compiler: Compiler, *args: Any) -> None:
         super().__init__(*args)
         self._compiler = compiler
+        self._seen: Sequence[Tensor] | None = None  # what its compiled gradient read that requires grad
 
     def arguments(self, buffers: State, z: State) -> tuple[Any, ...]:
         like = next(iter(self.binding.parameters.values()))
         rates = [torch.as_tensor(c, dtype=like.dtype, device=like.device) for c in self.weights]
         held = {n: (z[n] if n in z else buffers[n]).detach() for n in self.binding.buffers}
-        return rates, held, [t.batch for t in self.terms]
+        # tensors of their own: the compiler does not notice that a batch is no longer what a loss closes over
+        own = [map_tensors(lambda x: x if x.requires_grad else x.detach(), t.batch) for t in self.terms]
+        return rates, held, own
 
     def functions(self) -> _Functions:
         losses = [t.loss for t in self.terms]
@@ -164,9 +191,7 @@ class CompiledStep(Step):
             _CACHE[key] = _Functions(self.binding, losses)
         return _CACHE[key]
 
-    def move(
-        self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None
-    ) -> Moved:
+    def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
         binding = self.binding
         if not graph and self._compiler.is_known(self):
             try:
@@ -174,10 +199,13 @@ class CompiledStep(Step):
                     w = {n: z[n] for n in binding.parameters}
                     d, values, after, seen = self.functions().gradient(w, *self.arguments(buffers, z))
                 if any(x.grad_fn is not None for x in seen):
-                    raise TorchDynamoException("a loss or rate uses a tensor with a graph of its own (pass it in the batch)")
+                    raise TorchDynamoException(
+                        "a loss or rate uses a tensor with a graph of its own (pass it in the batch)"
+                    )
             except TorchDynamoException as error:
                 self._compiler.failed(error)
             else:
+                self._seen = seen
                 named = dict(zip((t.name for t in self.terms), values, strict=True))
                 means = binding.means_of_losses(named)
                 with torch.no_grad():
@@ -196,7 +224,7 @@ class CompiledStep(Step):
     def compiled_pull(self, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled | None:
         """a·∂Φ by compiled functions, or None where they can't."""
         binding = self.binding
-        if not self._compiler.is_known(self) or any(n in a for n in binding.statistics):
+        if self._seen is None or not self._compiler.is_known(self) or any(n in a for n in binding.statistics):
             return None
         functions, arguments = self.functions(), self.arguments(buffers, z)
         w = {n: z[n] for n in binding.parameters}
@@ -208,7 +236,7 @@ class CompiledStep(Step):
                     d = {n: z[n].new_zeros(()).expand_as(z[n]) for n in functions.touched}
                 update = self.update.pull(z, binding.mean_of_direction(d), a, wanted)
                 u = {n: x * binding.share for n, x in update.cotangent.items()}
-                grads, values = functions.pull(w, u, *arguments, list(wanted))
+                grads, values = functions.pull(w, u, *arguments, wanted=wanted, seen=self._seen or ())
         except TorchDynamoException as error:
             self._compiler.failed(error)
             return None

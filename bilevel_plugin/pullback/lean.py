@@ -127,11 +127,10 @@ class LeanProducts(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled() and _is_plain():
             x, w, b, op = _OPS[func](*args, **kwargs)
-            lower = _autocast_type(w)
+            lower, low = _autocast_type(w), w
             if lower is not None:  # as autocast does it, but where we see it
-                x, low, b = (t if t is None or t.dtype == torch.float64 else t.to(lower) for t in (x, w, b))
-            else:
-                low = w
+                x, low = (t if t.dtype == torch.float64 else t.to(lower) for t in (x, w))
+                b = b if b is None else b.to(low.dtype)
             if op.fits(x, low):
                 self.without_value.add(id(w))
                 with full_precision():
