@@ -262,6 +262,7 @@ class Binding:
             same = p._version == version and p.shape == x.shape and p.dtype == x.dtype
             if p.device.type == "cpu" and (numbers or not same):  # a change that was taken back is none
                 same = same_bits(p, x)
+                self.note_versions()
             if not same and not p.is_meta:
                 raise RuntimeError(
                     f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "

@@ -29,7 +29,7 @@ from .replay import Conditions
 from .solvers import Value
 from .step import Step, Term, gradient
 
-_EPSILONS = (1e-5, 1e-6, 1e-7)
+_EPSILONS = (1e-5, 1e-7, 1e-9)
 TOLERANCE = 1e-4
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
 _CHECKED: set[object] = set()  # models, by their structure, with the losses that they were checked with

@@ -140,7 +140,7 @@ def test_bf16_and_checkpointing_find_the_same_samples() -> None:
     plain = clean(model, train, validation, judge="validation", **FAST)
     stored = clean(model, train, validation, judge="validation", engine=bilevel.Reverse(checkpoint="sqrt"), **FAST)
     rough = clean(model, train, validation, judge="validation", bf16=True, **FAST)
-    assert torch.equal(plain.lam, stored.lam)
+    torch.testing.assert_close(plain.lam, stored.lam, rtol=1e-4, atol=1e-5)  # a step that is run again rounds otherwise
     assert f1(rough.kept, truth) > 0.9
 
 
