@@ -17,6 +17,7 @@ from hypothesis import assume, given, note
 from hypothesis import strategies as st
 from problems import Ridge, differences, hypergrad, relative, value
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_plugin as bilevel
 
@@ -58,6 +59,18 @@ class Recurrent(nn.Module):
         return self.out(self.cell(x.unsqueeze(-1))[0][:, -1])
 
 
+class Checkpointed(nn.Module):
+    """Activation checkpointing around the first layers, unless it is switched off."""
+
+    def __init__(self, d: int):
+        super().__init__()
+        self.first, self.out = nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 3)), nn.Linear(3, 2)
+        self.on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(checkpoint(self.first, x, use_reentrant=False) if self.on else self.first(x)))
+
+
 MODELS = {
     "linear": lambda d: nn.Linear(d, 2),
     "mlp": lambda d: nn.Sequential(nn.Linear(d, 4), nn.Tanh(), nn.Linear(4, 2)),
@@ -70,7 +83,9 @@ MODELS = {
     "tied": Tied,
     "attention": Attention,
     "gru": Recurrent,
+    "checkpointed": Checkpointed,
 }
+BY_TORCH = (torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RAdam)
 
 
 @dataclass
@@ -85,13 +100,18 @@ class Case:
     steps: int
     what: str
     seed: int
+    eval_mode: bool = False  # h in training mode, g in eval mode
 
     def h(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if self.eval_mode:
+            model.train()
         loss = F.cross_entropy(model(x), y, reduction="none")
         decay = sum(p.square().sum() for p in model.parameters() if p.requires_grad)
         return (torch.sigmoid(self.lam["sample"]) * loss).mean() + self.lam["decay"].exp() * decay
 
     def g(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if self.eval_mode:
+            model.eval()
         return F.cross_entropy(self.lam["temperature"].exp() * model(x), y)
 
     @property
@@ -130,7 +150,8 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = DOUBLE, steps: int = 6) -> Case:
 
     alpha = draw(st.sampled_from([bilevel.power(), bilevel.convergent(), bilevel.constant(0.3), lambda k: 1 / (1 + k)]))
     solver = draw(st.sampled_from(["gd", "bigsam", "bda", "penalty"]))
-    optimizer = draw(st.sampled_from(["none", "sgd", "adam"]))
+    optimizer = draw(st.sampled_from(["none", "sgd", "adam", "by torch"]))
+    eval_mode = draw(st.booleans())
     t = rate("t", 0.01, 0.3)
     rule = {
         "gd": lambda: bilevel.GD(t),
@@ -155,10 +176,17 @@ def cases(draw: st.DrawFn, dtype: torch.dtype = DOUBLE, steps: int = 6) -> Case:
         kind_of_adam = draw(st.sampled_from([torch.optim.Adam, torch.optim.AdamW]))
         # with a small eps the step is a sign function, which no difference quotient can follow
         options["optimizer"] = kind_of_adam(groups, lr=0.3, eps=0.3, weight_decay=decay)
+    if optimizer == "by torch":
+        options["optimizer"] = draw(st.sampled_from(BY_TORCH))(groups, lr=0.3, eps=0.3, weight_decay=decay)
+    if optimizer != "none":
+        options["clip"] = draw(
+            st.sampled_from([None, 0.3, bilevel.clip_norm(0.05), lambda d: {n: x.tanh() for n, x in d.items()}])
+        )
     for x in lam.values():
         x.requires_grad_()
     steps = draw(st.integers(0, steps))
-    return Case(model, batch, outer, lam, options, steps, f"{kind}, {rule}, {options}, K={steps}", seed)
+    what = f"{kind}, {'g in eval mode, ' if eval_mode else ''}{rule}, {options}, K={steps}"
+    return Case(model, batch, outer, lam, options, steps, what, seed, eval_mode)
 
 
 def log(engine: str, error: float) -> None:
@@ -185,8 +213,9 @@ def test_engines_agree_with_differences_and_with_unroll(engine, data):
     note(case.what)
     lam = list(case.lam.values())
 
-    def run(how: bilevel.Reverse) -> Tensor:
+    def run(how: bilevel.Engine) -> Tensor:
         torch.manual_seed(case.seed)
+        case.model.on = not how.keeps_graphs  # checkpointing is refused where graphs are kept
         with bilevel.inner(*case.problem, engine=how, **case.options) as loop:
             if case.steps:
                 loop.run(case.steps, *case.batch, outer=case.outer)
