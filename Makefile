@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs figures release-check fuzz soak bench bench-quick memory gpu-check clean
+.PHONY: demo test lint types docs figures release-check fuzz soak sentinel loop-cost bench bench-quick memory gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -53,6 +53,16 @@ fuzz: $(VENV)/.test
 	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto -k "differences or implicit"
 	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py -n auto -k "not (differences or implicit)"
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
+
+# Long: the sentinel and gradcheck on 460 honest problems and 175 dishonest ones; about two minutes.
+sentinel: $(VENV)/.test
+	$(BIN)/python tests/sentinel_study.py --gradcheck all > docs/results/sentinel.md
+	cat docs/results/sentinel.md
+
+# What the checks and the structure of the core cost.
+loop-cost: $(VENV)/.test
+	$(BIN)/python -m benchmarks.loop_cost > docs/results/loop.md
+	cat docs/results/loop.md
 
 # Long: kill -9 at random moments, 400 damaged files of each kind, 1,000 blocks of each engine (docs/results/soak.md).
 soak: $(VENV)/.test
