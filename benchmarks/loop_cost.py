@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -118,11 +119,12 @@ def trace(run: Callable[[], object]) -> tuple[int, int, int]:
         run()
     finally:
         sys.setprofile(None)
-    return len(calls), len(set(calls)), sum(a[0] != b[0] for a, b in zip(calls, calls[1:], strict=False))
+    return len(calls), len(set(calls)), sum(a[0] != b[0] for a, b in pairwise(calls))
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    print("# What the checks cost, and how large the core is\n")
     print(f"2 cores, no GPU, torch {torch.__version__}, one thread. Made by `make loop-cost`.\n")
     print("| the sentinel, once | plain steps |\n| --- | ---: |")
     for name, make in (

@@ -197,7 +197,7 @@ class RunningStatistics(TorchFunctionMode):
             self._taking.without_graph = True
             x = x.detach()
         x = x.to(mean.dtype)  # the kernel that it stands for does not round a batch of bf16 either
-        for running, batch in zip((mean, var), (x.mean(dims), x.var(dims, correction=1)), strict=True):
+        for running, batch in zip((var, mean), torch.var_mean(x, dims, correction=1), strict=True):
             batch = batch if batch.dim() == 1 else batch.mean(0)
             running.mul_(1 - momentum).add_(batch, alpha=momentum)
 

@@ -263,7 +263,12 @@ class _InFloat64(TorchFunctionMode):
             if id(x) in self._outer:
                 return self._outer[id(x)]
             return x.double() if x.dtype in _LOW else x
+        if isinstance(x, (tuple, list, dict)):
+            return pytree.tree_map(self._up, x)
         return torch.float64 if isinstance(x, torch.dtype) and x in _LOW else x
+
+    def _all_up(self, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tuple(map(self._up, args)), {n: self._up(x) for n, x in kwargs.items()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -273,8 +278,8 @@ class _InFloat64(TorchFunctionMode):
         if name in ("float", "half", "bfloat16") and args:
             return self._up(args[0]).double()
         if (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))) and args:
-            return func(args[0], *pytree.tree_map(self._up, args[1:]), **kwargs)  # in place: the first is written to
-        args, kwargs = pytree.tree_map(self._up, (args, kwargs))
+            return func(args[0], *map(self._up, args[1:]), **kwargs)  # in place: the first is written to
+        args, kwargs = self._all_up(args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -289,10 +294,10 @@ def _direction(point: _Point, v: list[Tensor], moves: list[Tensor]) -> list[Tens
     a torch.no_grad().
     """
     n = len(point.weights)
-    generator = torch.Generator().manual_seed(0)
 
     def random(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+        """Numbers of both signs that nothing in a model has to do with, without the price of a generator."""
+        return torch.arange(1.0, x.numel() + 1, dtype=x.dtype, device=x.device).cos_().view(x.shape)
 
     size = _norm(list(point.weights.values())) or 1.0
     along = _scaled(v[:n], size)

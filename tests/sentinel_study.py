@@ -190,6 +190,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out:
         lines: list[dict[str, Any]] = [asdict(r) for r in rows]
         options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    print(
+        "# The sentinel on honest and dishonest problems\n\n"
+        "Made by `make sentinel`, from the problems of `tests/zoo.py`. Honest: what autograd gives is the derivative. "
+        "Dishonest: a stop-gradient, a backward of one's own, a straight-through estimator, spectral_norm. They are "
+        "sorted by how far the hypergradient is off from central differences of the plain loop in float64.\n"
+    )
     print(table(rows))
 
 
