@@ -69,7 +69,7 @@ def inner(
         local: with group, outer variables of this rank alone, such as the weights of its own samples. Gradients for
             any other are summed over the ranks.
         check: "first" compares the derivatives that the first hypergradient of a model with these losses rests on
-            with differences, at the cost of about ten plain steps, and warns if one is off (`DerivativeWarning`);
+            with differences, at the cost of about fifteen plain steps, and warns if one is off (`DerivativeWarning`);
             "always" does so in every hypergradient, False never.
 
     The outer variable λ needs no registration: it is whatever else requires grad and is used by h or g.

@@ -12,6 +12,7 @@ the model's own for the time of it, and every other floating-point argument of a
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -66,13 +67,10 @@ class Sentinel:
             return True
         structure = tuple((type(m), m.training) for m in self._binding.modules)
         shapes = tuple((n, p.shape, p.dtype) for n, p in self._binding.parameters.items())
-        codes = tuple(getattr(loss, "__code__", loss) for loss in self._losses)
+        codes = tuple(_code(loss) for loss in self._losses)
         key = structure, shapes, codes, tuple(t.name for t in step.terms)
-        try:
-            new = key not in _CHECKED
-            _CHECKED.add(key)
-        except TypeError:  # a loss that can't be hashed
-            return True
+        new = key not in _CHECKED
+        _CHECKED.add(key)
         return new
 
     def examine(
@@ -87,11 +85,10 @@ class Sentinel:
         if not self._is_due(step):
             return
         conditions = conditions or Conditions(self._binding)
-        probe = Probe(self._binding, conditions, z, buffers)
-        unchecked: list[str] = []
-        u = None
-        g = self._losses[1]
+        u, g = None, self._losses[1]
         try:
+            with _guarded():
+                probe = Probe(self._binding, conditions, z, buffers)
             if g is not None and outer_batch is not None:
                 u, error = probe.first_derivative(Term("g", g, outer_batch))
                 if error > TOLERANCE:
@@ -102,10 +99,8 @@ class Sentinel:
                     names = " and ".join(t.name for t in step.terms)
                     self._warn(f"the second derivative of {names}", error, step.k)
         except NotChecked as why:
-            unchecked.append(str(why))
-        if unchecked:
             warnings.warn(
-                f"bilevel.inner: the derivatives of this loop could not be checked: {unchecked[0]}. Check them by "
+                f"bilevel.inner: the derivatives of this loop could not be checked: {why}. Check them by "
                 "bilevel.gradcheck, on a small problem; check=False leaves the check out.",
                 DerivativeWarning,
                 stacklevel=5,
@@ -122,6 +117,13 @@ class Sentinel:
             DerivativeWarning,
             stacklevel=6,
         )
+
+
+def _code(loss: Any) -> object:
+    """What is the same for a loss that is made anew for every block: its code, and nothing that it holds."""
+    while isinstance(loss, functools.partial):
+        loss = loss.func
+    return getattr(loss, "__code__", type(loss))
 
 
 class NotChecked(Exception):
