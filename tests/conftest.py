@@ -1,9 +1,14 @@
+import getpass
 import os
+import tempfile
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# code that was compiled for AVX-512 gives wrong numbers where a lesser CPU is imitated, and the cache does not tell
+_CODE = os.path.join(tempfile.gettempdir(), f"inductor-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _CODE)
 torch.set_num_threads(1)  # the problems are small, and the tests run in parallel
 
 quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
