@@ -262,7 +262,6 @@ class Binding:
             same = p._version == version and p.shape == x.shape and p.dtype == x.dtype
             if p.device.type == "cpu" and (numbers or not same):  # a change that was taken back is none
                 same = same_bits(p, x)
-                self.note_versions()
             if not same and not p.is_meta:
                 raise RuntimeError(
                     f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "
@@ -270,6 +269,7 @@ class Binding:
                     "load_state_dict and writing to the weights. What a step should do to them (a projection, say) "
                     "belongs into h, as a function of them."
                 )
+        self.note_versions()
         for n, b in self.buffers.items():
             x = z[n] if n in z else self._buffers[n]
             if b.shape != x.shape or (b.device.type == "cpu" and not same_bits(b, x)):
@@ -394,7 +394,7 @@ class Binding:
         return function(self.model, *args, **kwargs)
 
     def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
-        """loss(model, *batch), checked."""
+        """The value of loss(model, *batch), or an error that says what is wrong with it."""
         self.check_batch(name, batch)
         _active().append(self._module_ids)
         before = [x._version for x in inside.weights.values()]

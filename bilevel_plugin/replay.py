@@ -240,7 +240,7 @@ class RecordedStep:
             yield
 
     def replay(self, z: State) -> State:
-        """z⁺, run again."""
+        """Run the step again from z, without a graph, and return where it ends."""
         with self._replaying():
             moved = self.step.move(z, self.buffers, graph=False)
         self._check_values(moved.values)

@@ -41,7 +41,7 @@ class Evaluated:
 
 @dataclass
 class Moved:
-    """Where a step went."""
+    """Where a step went, and what it saw of its losses and buffers on the way."""
 
     at: State  # the leaves that `to` can be differentiated for, if it has a graph
     to: State  # z⁺

@@ -41,7 +41,7 @@ class PulledUpdate:
 
 
 class Update(ABC):
-    """Υ at one step."""
+    """The update of one step, z⁺ = Υ(z, d), with the options that it had then."""
 
     options: Sequence[Tensor] = ()  # the tensors among its options that require grad
 
