@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs figures release-check fuzz soak sentinel loop-cost bench bench-quick memory gpu-check clean
+.PHONY: demo test lint types docs figures release-check fuzz soak sentinel optimizers loops loop-cost bench bench-quick memory gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -15,6 +15,8 @@ $(VENV)/.demo: pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.demo
 	$(PIP) -e '.[test]'
 	-$(PIP) --no-deps betty-ml
+	-$(BIN)/python tools/install_learn2learn.py
+	$(BIN)/python tools/mend_torchvision.py
 	touch $@
 
 demo: $(VENV)/.demo
@@ -58,6 +60,15 @@ fuzz: $(VENV)/.test
 sentinel: $(VENV)/.test
 	$(BIN)/python tests/sentinel_study.py --gradcheck all > docs/results/sentinel.md
 	cat docs/results/sentinel.md
+
+# Every class of torch.optim against the plain loop, beside higher and TorchOpt; half a minute.
+optimizers: $(VENV)/.test
+	$(BIN)/python tests/optimizers.py > docs/results/optimizers.md
+	cat docs/results/optimizers.md
+
+# The gallery: errors, time and memory of every loop, and its pages.
+loops: $(VENV)/.test
+	$(BIN)/python -m docs.loops
 
 # What the checks and the structure of the core cost.
 loop-cost: $(VENV)/.test
