@@ -12,6 +12,8 @@ from .check import gradcheck
 from .graph import Gradients, State, Traced, as_leaves
 from .hypergrad import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
 from .inner import Loop, inner
+from .kernels import stop_gradient
+from .optimizers import optimizer_rule
 from .replay import RecordedStep
 from .schedules import constant, convergent, power
 from .sentinel import DerivativeWarning
@@ -55,5 +57,7 @@ __all__ = [
     "evaluate",
     "gradcheck",
     "inner",
+    "optimizer_rule",
     "power",
+    "stop_gradient",
 ]

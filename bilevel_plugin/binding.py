@@ -18,6 +18,7 @@ hold the numbers of the current state.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import threading
@@ -32,13 +33,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .graph import DerivativeWarning, FirstLook, State, same_bits, sequence_number
-from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, twice_differentiable
+from .graph import DerivativeWarning, FirstLook, State, map_tensors, same_bits, sequence_number, tensors_of
+from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, evaluating, twice_differentiable
 
 Loss = Callable[..., Tensor]
 _RUNNING = ("running_mean", "running_var")
 _EVALUATING = threading.local()
 OWNER = "_bilevel_loop"  # the attribute of a tensor that says whose weights it holds
+AUX = "_bilevel_aux"  # the attribute of a tensor that a loss returned beside its value, and that depends on the weights
 
 
 NESTED: set[int] = set()  # ids of the parameters that blocks inside of losses have trained, since it was last cleared
@@ -81,14 +83,14 @@ class Binding:
     share: float = 1.0  # of this process in a mean over all processes that take part
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, own_parameters: bool = True
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, own_parameters: bool = True
     ) -> None:
         _refuse_model(model)
         # A block inside of a loss, on the very model of that loss, must not write to it: the loss is in the midst of
         # its graph. The weights of such a block are swapped in alone, as those of tasks are.
         self.holds = not any(id(m) in modules for modules in _active() for m in model.modules())
         self.model, self.own_parameters = model, own_parameters
-        self.parameters = _inner_parameters(model, optimizer)
+        self.parameters = _inner_parameters(model, optimizers)
         self.modules = tuple(model.modules())
         self._module_ids = frozenset(map(id, self.modules))
         self._children = [(m._modules, tuple(m._modules.values())) for m in self.modules]
@@ -105,9 +107,11 @@ class Binding:
         self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
         self.moving: set[str] = set()  # the statistics that a step of this loop has changed
         self.changing: set[str] = set()  # the other buffers, of floating-point numbers, that it has
+        self.stops_gradients = False  # a loss has called `stop_gradient`
+        self.aux: dict[str, Any] = {}  # what the losses returned beside their values, the last time
         self.warns = True
         self.token = object()  # on the weights of every step of this loop
-        self.looked_at: set[str] = set()  # losses that were evaluated before
+        self.looked_at: set[object] = set()  # losses that were evaluated before
         self.noted: dict[int, Any] = {}  # leaves that they use and that do not require grad, by id
         self.graphs_are_kept = False
         self._parameter_places = _places(self.modules, "_parameters", self.parameters)
@@ -141,6 +145,10 @@ class Binding:
         """function(d) for every inner problem."""
         return function(d)
 
+    def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the tensors of one inner problem, for those of every one."""
+        return function
+
     def total(self, value: Tensor) -> Tensor:
         """One number for the loss: its sum over the tasks."""
         return value
@@ -153,8 +161,8 @@ class Binding:
         with torch.enable_grad():
             return {n: self.for_every_task(p) for n, p in self.parameters.items()}
 
-    def means_of_losses(self, values: State) -> State:
-        """The values of losses, by name, over all processes that take part."""
+    def means_of_losses(self, values: State, what: str = "") -> State:
+        """The values of losses, by name, over all processes that take part, which all do `what`."""
         return values
 
     def mean_of_direction(self, d: State) -> State:
@@ -311,8 +319,8 @@ class Binding:
                 warnings.warn(
                     f"bilevel.inner: the buffer {n!r} is changed by a step and read by a loss after it. The derivative "
                     "of that change is not known (that of running statistics of BatchNorm and InstanceNorm is), and "
-                    "the hypergradient leaves it out. Compute what it holds inside the loss, or check=False if you "
-                    "know.",
+                    "the hypergradient leaves it out. Leave it as bilevel.stop_gradient(...) in the loss that changes "
+                    "it, and it is part of the loop; or check=False if you know.",
                     DerivativeWarning,
                     stacklevel=8,
                 )
@@ -353,12 +361,14 @@ class Binding:
         with (
             self.swapped(copies) as inside,
             self.twice_differentiable(inside.taking if follow else None),
+            evaluating(inside.taking),
             _silenced(hooks) if hooks else _NOTHING,
         ):
             inside.weights, inside.leaves, inside.statistics, inside.watched = weights, leaves, followed, watched
             try:
                 yield inside
             finally:
+                self.stops_gradients = self.stops_gradients or inside.taking.stops
                 torch.clear_autocast_cache()  # what a backward pass ran again may have left copies there
 
     @contextmanager
@@ -383,11 +393,11 @@ class Binding:
             recurrent_on_gpu=self._recurrent_on_gpu, weight_norm=self.weight_norm, statistics=statistics
         )
 
-    def _first_look(self, name: str) -> AbstractContextManager[Any]:
-        if name in self.looked_at:
+    def _first_look(self, name: str, loss: Loss) -> AbstractContextManager[Any]:
+        if (key := (name, code_of(loss))) in self.looked_at:
             return _NOTHING
-        self.looked_at.add(name)
-        return FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept)
+        self.looked_at.add(key)
+        return _first_look(FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept), self.model)
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         """function(model, *args), with what is inside."""
@@ -397,10 +407,13 @@ class Binding:
         """The value of loss(model, *batch), or an error that says what is wrong with it."""
         self.check_batch(name, batch)
         _active().append(self._module_ids)
+        inside.taking.losses += 1
+        inside.taking.evaluating = True
         before = [x._version for x in inside.weights.values()]
         try:
-            with self._first_look(name):
-                value = self.call(lambda *args: scalar(name, loss(*args)), inside, batch)
+            with self._first_look(name, loss):
+                value, aux = self.call(lambda *args: _split(name, loss(*args)), inside, batch)
+            self.aux[name] = map_tensors(self._as_aux, aux)
         except TypeError as error:
             _check_arguments(name, loss, self.model, batch, error)
             raise
@@ -416,6 +429,7 @@ class Binding:
             raise
         finally:
             _active().pop()
+            inside.taking.evaluating = False
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
             torch.clear_autocast_cache()
@@ -425,6 +439,43 @@ class Binding:
             if x._version != version:
                 raise RuntimeError(writes_to_weight(name, n))
         return self.total(value)
+
+    def _as_aux(self, x: Tensor) -> Tensor:
+        """What a loss returned beside its value, without its graph; marked, since a later batch must not have it."""
+        held = {t.data_ptr() for t in (*self.parameters.values(), *self.buffers.values()) if not t.is_meta}
+        y = x.detach().clone() if not x.is_meta and x.data_ptr() in held else x.detach()  # the model moves on
+        if x.requires_grad:
+            setattr(y, AUX, self.token)
+        return y
+
+
+@contextmanager
+def _first_look(look: FirstLook, model: nn.Module) -> Generator[None]:
+    """Watch operations, and calls of modules that are quantised: these have no derivative for their input."""
+    names = {id(m): n for n, m in model.named_modules()}
+
+    def watch(module: nn.Module, args: Any) -> None:
+        home = type(module).__module__
+        if home.startswith(_QUANTISED) and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
+            raise TypeError(
+                f"bilevel.inner: the layer {names.get(id(module), '')!r} ({type(module).__name__} of {home}) is "
+                "quantised, and what comes to it depends on the weights: it has no derivative. "
+                "Load the model without quantisation, or dequantise the layer; a quantised part that comes before all "
+                "that is trained is fine."
+            )
+
+    handle = nn.modules.module.register_module_forward_pre_hook(watch)
+    try:
+        with look:
+            yield
+    finally:
+        handle.remove()
+
+
+# torch's own. (bitsandbytes computes in differentiable products on dequantised weights, which is exact.)
+_QUANTISED = (
+    "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized", "torch.nn.quantized",
+)  # fmt: skip
 
 
 def writes_to_weight(name: str, weight: str) -> str:
@@ -563,12 +614,19 @@ def _has_weight_norm(module: nn.Module) -> bool:
     return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
 
 
+def _split(name: str, returned: Any) -> tuple[Tensor, Any]:
+    """The loss, and what was returned beside it."""
+    if type(returned) is tuple and len(returned) == 2:
+        return scalar(name, returned[0]), returned[1]
+    return scalar(name, returned), None
+
+
 def scalar(name: str, value: object) -> Tensor:
     """The value of a loss, or an error that says what is wrong with it."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"bilevel.inner: {name} must return a scalar tensor, got {type(value).__name__}. Return the loss itself, "
-            "not loss.item() or a tuple."
+            "not loss.item(); what else you want of it comes second: return loss, logits."
         )
     if value.shape != ():
         raise ValueError(
@@ -604,8 +662,8 @@ def _refuse_model(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise TypeError(
                 f"bilevel.inner: {where} has a backward hook, and autograd would apply it to second derivatives as "
-                "well. Remove it; what it does to the gradient can be an operation in the model, or clip=, a function "
-                "of the direction."
+                "well. Remove it; what it does to the gradient can be an operation in the model, or direction=, a "
+                "function of the direction."
             )
         if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
             raise TypeError(
@@ -651,12 +709,22 @@ def _lazy(t: Tensor) -> bool:
     return isinstance(t, torch.nn.parameter.UninitializedTensorMixin)  # pyright: ignore
 
 
-def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> State:
+def _inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     named = dict(model.named_parameters())
     inner: State = {n: p for n, p in named.items() if p.requires_grad}
-    if optimizer is not None:
+    if optimizers:
         names = {id(p): n for n, p in named.items()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
+        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        twice = (
+            next((p for i, p in enumerate(held) if any(p is q for q in held[:i])), None)
+            if len(optimizers) > 1
+            else None
+        )
+        if twice is not None:
+            raise ValueError(
+                f"bilevel.inner: two of the optimizers hold the parameter {names.get(id(twice), '')!r}. Give each "
+                "optimizer a part of the model of its own; loop.step(..., only=optimizer) moves one part."
+            )
         strangers = [tuple(p.shape) for p in held if id(p) not in names]
         if strangers:
             raise ValueError(
@@ -692,19 +760,70 @@ def _inner_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None)
         if hooks:
             raise ValueError(
                 f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, and a block has "
-                "none there. Remove it, and write what it does to the gradient as clip=, a function of the direction."
+                "none there. Remove it, and write what it does to the gradient as direction=, a function of it."
             )
     return inner
+
+
+def code_of(loss: Any) -> object:
+    """What is the same for a loss that is made anew for every block: its code, with the switches that it closes over.
+
+    Tensors and numbers that it holds may be others each time.
+    """
+    if isinstance(loss, WithKeywords):
+        return code_of(loss.loss)
+    if isinstance(loss, functools.partial):
+        return code_of(loss.func), *map(_switch, (*loss.args, *loss.keywords.values()))
+    code = getattr(loss, "__code__", None)
+    if code is None:
+        return type(loss), *map(_switch, getattr(loss, "__dict__", {}).values())
+    held = (*(loss.__defaults__ or ()), *(cell.cell_contents for cell in loss.__closure__ or () if _is_filled(cell)))
+    return code, getattr(loss, "__self__", None) and id(loss.__self__), *map(_switch, held)
+
+
+def _switch(x: object) -> object:
+    return x if isinstance(x, (bool, str)) else getattr(x, "__code__", None)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class WithKeywords:
+    """A loss whose last arguments are given by name."""
+
+    loss: Loss
+    keywords: tuple[str, ...]
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        n = len(args) - len(self.keywords)
+        return args[:n], dict(zip(self.keywords, args[n:], strict=True))
+
+    def __call__(self, *args: Any) -> Tensor:
+        positional, named = self._split(args)
+        return self.loss(*positional, **named)
+
+    def bind(self, *args: Any) -> None:
+        positional, named = self._split(args)
+        inspect.signature(self.loss).bind(*positional, **named)
 
 
 def _check_arguments(name: str, loss: Loss, model: nn.Module, batch: tuple[Any, ...], error: TypeError) -> None:
     """Raise a better error, if what went wrong is that the loss takes other arguments than the batch gives."""
     try:
-        inspect.signature(loss).bind(model, *batch)
+        if isinstance(loss, WithKeywords):
+            loss.bind(model, *batch)
+        else:
+            inspect.signature(loss).bind(model, *batch)
     except TypeError as misfit:
         where = "outer=(...)" if name == "g" else "loop.step(...)"
+        named = f" ({', '.join(loss.keywords)} by name)" if isinstance(loss, WithKeywords) else ""
         raise TypeError(
-            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}, but {misfit}. "
+            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}{named}, but {misfit}. "
             f"Its batch is what is given to {where}."
         ) from error
     except ValueError:  # a built-in without a signature

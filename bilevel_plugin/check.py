@@ -28,7 +28,7 @@ from .replay import Conditions
 from .sentinel import TOLERANCE, NotChecked, Probe
 from .solvers import resolve as resolve_solver
 from .step import Step, Term
-from .updates import Descent
+from .updates import Descent, resolve_optimizer
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def gradcheck(
         directions: how many random directions for each input.
         tol: the relative error to allow; by default 1e-6 in float64 and 1e-2 in float32. Check in float64 where you
             can: with kinks (ReLU, max pooling) or in float32 the differences may be too rough to decide.
-        options: those of `inner`: solver, lr, optimizer, clip, engine, tasks.
+        options: those of `inner`: solver, lr, optimizer, direction, clip, engine, tasks.
     """
     tensors = flatten(inputs)
     for name, x in tensors.items():
@@ -105,7 +105,7 @@ def gradcheck(
                 "moved to take differences. Give the leaf that it is computed from."
             )
     scale = _Scale.of([*tensors.values(), *model.parameters()], tol)
-    binding = Binding(model, options.get("optimizer"))
+    binding = Binding(model, resolve_optimizer(options.get("optimizer"))[0])
     settings: dict[str, Any] = {"check": False, **options}
     block = inner(model, h, g, **settings)
 
@@ -168,7 +168,7 @@ def _check_second_derivatives(
     """
     findings: list[Finding] = []
     modules: list[str] = []
-    binding = Binding(model, options.get("optimizer"))
+    binding = Binding(model, resolve_optimizer(options.get("optimizer"))[0])
     rule, _ = resolve_solver(options.get("solver", "bigsam"), options.get("lr"), options.get("optimizer") is not None)
     used = {"h"} | ({"g"} if any(rule.weights(k)[1] != 0 for k in range(1, 9)) else set[str]())
     binding.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
@@ -40,8 +41,10 @@ class Gradients:
             known = sums.get(id(tensor))
             if known is None:
                 sums[id(tensor)] = (tensor, grad.clone())
-            else:
+            elif known[1].layout == grad.layout:
                 known[1].add_(grad)
+            else:  # a sparse tensor's gradient may come sparse from one operation and dense from another
+                sums[id(tensor)] = (tensor, known[1].to_dense() + grad.to_dense())
 
     def collect(self, cut: Pairs, wanted: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Add the gradients for the stand-ins of `cut`, then for the wanted tensors."""
@@ -392,12 +395,29 @@ class FirstLook(TorchFunctionMode):
             raise RuntimeError(
                 "bilevel.inner: a loss registers a hook on a tensor, and autograd would apply it to second derivatives "
                 "as well. Write what it does to the gradient as an operation (a function of the direction goes to "
-                "clip=)."
+                "direction=)."
+            )
+        if func in (Tensor.mul, Tensor.__mul__) and _called_by("torch.amp.grad_scaler"):
+            raise RuntimeError(
+                "bilevel.inner: a loss is scaled by a GradScaler, and a block has no scaler.step() that would undo it: "
+                "every step would be too long by that factor. Return the loss as it is, under torch.autocast(dtype="
+                "torch.bfloat16), which needs no scaling. In float16, multiply the loss by a number in h, and divide "
+                "by it in direction=: lambda d: {n: x / scale for n, x in d.items()}."
             )
         for x in args:
             if isinstance(x, Tensor) and not x.requires_grad and x.is_leaf and x.is_floating_point():
                 self._noted[id(x)] = weakref.ref(x)
         return func(*args, **(kwargs or {}))
+
+
+def _called_by(module: str) -> bool:
+    """Whether a function of this module is among the last few callers."""
+    frame, depth = inspect.currentframe(), 0
+    while frame is not None and depth < 6:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame, depth = frame.f_back, depth + 1
+    return False
 
 
 _RECOMPUTES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
@@ -19,9 +19,18 @@ from .binding import Binding, Loss
 from .hypergrad import Engine
 from .kernels import EXCLUSIVE
 from .loop import Check, Inputs, Loop, Losses, flatten
+from .optimizers import Formula
 from .solvers import Rate, StepRule
 from .tasks import TaskBinding
-from .updates import DescentRule, OptimizerRule, Transform, UpdateRule, resolve_clip
+from .updates import (
+    DescentRule,
+    OptimizerRule,
+    Transform,
+    UpdateRule,
+    checked_direction,
+    resolve_clip,
+    resolve_optimizer,
+)
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -37,7 +46,8 @@ def inner(
     *,
     solver: str | StepRule = "bigsam",
     lr: Rate | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Formula | None = None,
+    direction: Transform | None = None,
     clip: float | Transform | None = None,
     engine: str | Engine = "reverse",
     tasks: int | None = None,
@@ -56,11 +66,14 @@ def inner(
         g: the outer loss, g(model, *outer) -> scalar. It may be left out where nothing needs it: solver="gd", and
             `hypergrad(loss=...)`.
         solver: "bigsam", "gd", "bda", "penalty", or an object such as BiGSAM(t, s, alpha, every).
-        lr: the rate of a solver that is given by name (1e-3 if not given).
-        optimizer: an optimizer of torch.optim over (a part of) the model. Its rule is applied to the solver's
-            direction; it is read, never stepped.
-        clip: the largest norm of the direction, as in torch.nn.utils.clip_grad_norm_; or a function of the direction,
-            from a dict of tensors to another (`clip_value`, one of your own).
+        lr: the rate of a solver that is given by name (1e-3 if not given). Beside an optimizer, a tensor or a function
+            of k is a factor on the optimizer's rates: so a rate can be learned under a scheduler of torch.
+        optimizer: an optimizer of torch.optim over (a part of) the model, or several over parts of it. Their rules are
+            applied to the solver's direction; they are read, never stepped. Or a rule of your own, a function
+            rule(w, d, state, *, lr, count) -> (new w, new state) of one weight: see `optimizer_rule`.
+        direction: a function of the direction, from a dict of tensors by the names of the weights to another. What a
+            loop does to .grad before it clips and steps.
+        clip: the largest norm of the direction, as in torch.nn.utils.clip_grad_norm_; or `clip_value(...)`.
         engine: "reverse", "unroll", "forward", "cg", "neumann", or an object such as Reverse(checkpoint="sqrt").
         tasks: N inner problems at once; batches carry the tasks as first dimension, losses are summed. The model keeps
             its weights; `loop(x)` and `loop.weights` have those of the tasks.
@@ -84,7 +97,7 @@ def inner(
     ...     print(loop.hypergrad(lam))
     tensor(-1.)
     """
-    return Inner(model, h, g, solver, lr, optimizer, clip, engine, tasks, group, local, check)
+    return Inner(model, h, g, solver, lr, optimizer, direction, clip, engine, tasks, group, local, check)
 
 
 class Inner:
@@ -97,7 +110,8 @@ class Inner:
         g: Loss | None,
         solver: str | StepRule,
         lr: Rate | None,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Formula | None,
+        direction: Transform | None,
         clip: float | Transform | None,
         engine: str | Engine,
         tasks: int | None,
@@ -119,15 +133,17 @@ class Inner:
             raise ValueError(f"bilevel.inner: check= takes 'first', 'always' or False, got {check!r}.")
         self._losses = h, g
         self._check: Check = check
-        self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
+        self._optimizers, self._formula = resolve_optimizer(optimizer)
+        self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None, bool(self._optimizers))
         self._engine = engines.resolve(engine)
-        self._clip = resolve_clip(clip)
-        if self._clip is not None and optimizer is None and self._rate is None:
-            raise ValueError(
-                "bilevel.inner: clip= and a solver object with rates of its own were both given: the direction that is "
-                "clipped would hold the rate already. Give the rate by lr= or optimizer=, and the solver by name."
-            )
-        self._model, self._optimizer, self._tasks = model, optimizer, tasks
+        self._direction, self._clip = checked_direction(direction), resolve_clip(clip)
+        for name, given in (("clip=", clip), ("direction=", direction)):
+            if given is not None and optimizer is None and self._rate is None:
+                raise ValueError(
+                    f"bilevel.inner: {name} and a solver object with rates of its own were both given: the direction "
+                    "would hold the rate already. Give the rate by lr= or optimizer=, and the solver by name."
+                )
+        self._model, self._tasks = model, tasks
         self._group = None if group is None else weakref.ref(group)  # held past its end, it aborts the process (gloo)
         self._local = () if isinstance(local, tuple) and not local else tuple(flatten(local).values())
         if group is None and self._local:
@@ -150,10 +166,10 @@ class Inner:
                 )
 
     def _bind(self) -> tuple[Binding, UpdateRule]:
-        model, optimizer = self._model, self._optimizer
+        model, optimizers = self._model, self._optimizers
         with EXCLUSIVE:  # the weights of another thread's loop may be in the model
             if self._tasks is not None:
-                binding = TaskBinding(model, optimizer, self._tasks)
+                binding = TaskBinding(model, optimizers, self._tasks)
             elif self._group is not None:
                 from .parallel import ParallelBinding
 
@@ -161,17 +177,20 @@ class Inner:
                 if group is None:
                     raise RuntimeError("bilevel.inner: the group of processes has ended (destroy_process_group).")
                 own = not (self._engine.keeps_graphs or self._engine.traces_steps)
-                binding = ParallelBinding(model, optimizer, group, self._local, own_parameters=own)
+                binding = ParallelBinding(model, optimizers, group, self._local, own_parameters=own)
             else:
-                binding = Binding(model, optimizer, own_parameters=not self._engine.keeps_graphs)
-        if optimizer is None:
-            return binding, DescentRule(self._rate, binding.count_once_across_ranks)
+                binding = Binding(model, optimizers, own_parameters=not self._engine.keeps_graphs)
+        once = binding.count_once_across_ranks
+        if not optimizers and self._formula is None:
+            return binding, DescentRule(self._rate, once)
         names = {p: n for n, p in binding.parameters.items()}
-        return binding, OptimizerRule(optimizer, names, binding.count_once_across_ranks)
+        rate = 1e-3 if self._formula is not None and self._rate is None else self._rate
+        rule = OptimizerRule(optimizers, self._formula, names, rate, once, binding.for_every_task, binding.vmapped)
+        return binding, rule
 
     def __enter__(self) -> Loop:
         binding, update = self._bind()  # anew each time: a decorator outlives changes of the model
-        loop = Loop(binding, self._losses, self._rule, update, self._clip, self._engine, self._check)
+        loop = Loop(binding, self._losses, self._rule, update, self._direction, self._clip, self._engine, self._check)
         self._open[get_ident()].append(loop)
         return loop
 

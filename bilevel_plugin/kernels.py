@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .graph import checkpointing
+from .graph import checkpointing, map_tensors
+
+T = TypeVar("T")
 
 # Held while a loss runs: the switches of attention and cuDNN and the random numbers that are set and put back belong
 # to the process, not to the thread. Re-entrant, for a loop inside a loss.
@@ -105,6 +107,9 @@ class TakingDirection:
 
     def __init__(self) -> None:
         self.on = False
+        self.evaluating = False  # a loss is being evaluated: a gradient that it takes itself stops as well
+        self.losses = 0  # that were evaluated so far
+        self.stops = False  # `stop_gradient` was called
         self.without_graph = False  # a statistic was updated under activation checkpointing
 
 
@@ -112,13 +117,76 @@ class _ConstantInStep(torch.autograd.Function):
     """x, which has no gradient in the step's direction, and its own in the derivative of the step."""
 
     @staticmethod
-    def forward(ctx: Any, taking: TakingDirection, x: Tensor) -> Tensor:
-        ctx.taking = taking
+    def forward(taking: TakingDirection, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, a: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None if ctx.taking.on else a
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.taking = inputs[0]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, None if ctx.taking.on or ctx.taking.evaluating else a
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, taking: TakingDirection, x: Tensor) -> Any:  # pyright: ignore
+        return _ConstantInStep.apply(taking, x), in_dims[1]
+
+
+_EVALUATIONS: list[tuple[int, TakingDirection]] = []  # of losses, one inside the other, with their threads
+
+
+def _current_evaluation() -> TakingDirection | None:
+    """The evaluation of a loss that this call belongs to, if there is one."""
+    if not _EVALUATIONS:
+        return None
+    thread, taking = _EVALUATIONS[-1]
+    # on a GPU, autograd has threads of its own: one that runs a checkpointed part again belongs to the evaluation
+    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+    return taking if thread == threading.get_ident() or in_backward else None
+
+
+@contextmanager
+def evaluating(taking: TakingDirection) -> Generator[None]:
+    """While this lasts, `stop_gradient` belongs to this evaluation. EXCLUSIVE is held: there is one at a time."""
+    _EVALUATIONS.append((threading.get_ident(), taking))
+    try:
+        yield
+    finally:
+        _EVALUATIONS.pop()
+
+
+def stop_gradient(x: T) -> T:
+    """x as a constant in the gradient that a step takes, with its own derivative in the hypergradient.
+
+    In a loss, `.detach()` says that a step's gradient does not go through x: a TD target, the other branch of SimSiam,
+    `fake.detach()`. But the weights that the step ends at depend on x all the same, and `.detach()` drops that from the
+    hypergradient. `stop_gradient` takes the same steps, and keeps it.
+
+    A buffer that a loss leaves as `stop_gradient(...)` (the hidden state in truncated backpropagation through time, an
+    EMA of the weights) is part of the state of the loop: the next step takes it as a constant, the hypergradient does
+    not. x may be a tensor, or a list, tuple or dict of tensors. Outside of a block it is `x.detach()`.
+
+    >>> import torch, bilevel_plugin as bilevel
+    >>> model = torch.nn.Linear(1, 1, bias=False)
+    >>> h = lambda m: (m.weight - bilevel.stop_gradient(m.weight) + 1).square().sum()  # a gradient of 2, whatever w is
+    >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
+    ...     w = loop.weights["weight"].item()
+    ...     _ = loop.step()
+    ...     print(round(loop.weights["weight"].item() - w, 4))
+    -1.0
+    """
+    taking = _current_evaluation()
+    if taking is None:
+        return map_tensors(lambda y: y.detach(), x)
+    taking.stops = True
+    return map_tensors(lambda y: _ConstantInStep.apply(taking, y), x)
+
+
+def is_stopped(x: Tensor) -> bool:
+    """Whether x is what `stop_gradient` returned."""
+    return type(x.grad_fn).__name__ == "_ConstantInStepBackward"
 
 
 class RunningStatistics(TorchFunctionMode):
@@ -131,7 +199,6 @@ class RunningStatistics(TorchFunctionMode):
     def __init__(self, taking: TakingDirection) -> None:
         super().__init__()
         self._taking = taking
-        self._updated: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.batch_norm:
@@ -181,8 +248,8 @@ class RunningStatistics(TorchFunctionMode):
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
         """(x − mean)/√(var + ε), by statistics that may be differentiated for."""
-        if id(mean) in self._updated:  # by a loss of this very step
-            mean, var = (_ConstantInStep.apply(self._taking, b) for b in (mean, var))  # pyright: ignore
+        # a loss of this very step may have updated them
+        mean, var = (_ConstantInStep.apply(self._taking, b) for b in (mean, var))  # pyright: ignore
         shape = [1, -1, *[1] * (x.dim() - 2)]
         scale = (var + eps).rsqrt()
         scale = scale if weight is None else scale * weight
@@ -191,7 +258,6 @@ class RunningStatistics(TorchFunctionMode):
 
     def _update(self, mean: Tensor, var: Tensor, x: Tensor, dims: list[int], momentum: float) -> None:
         """The statistics over some dimensions; InstanceNorm averages those of its samples."""
-        self._updated.add(id(mean))
         if checkpointing() or torch._C._current_graph_task_id() != -1:  # pyright: ignore
             # once in the forward pass, and once more as it is run again in the backward pass
             self._taking.without_graph = True

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from .binding import NESTED, OWNER, Binding, Inside, Loss, evaluating_loss, scalar
+from .binding import AUX, NESTED, OWNER, Binding, Inside, Loss, WithKeywords, code_of, evaluating_loss, scalar
 from .graph import (
     Gradients,
     Pairs,
@@ -33,19 +33,24 @@ from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
 from .replay import Conditions, RecordedStep, refuse_hidden_parameter, undisturbed
 from .sentinel import Sentinel
-from .solvers import StepRule
-from .step import LossMonitor, Step, Term, disconnected
-from .updates import Transform, Transformed, Update, UpdateRule, hooks_of
+from .solvers import StepRule, Value
+from .step import LossMonitor, Moved, Step, Term, disconnected
+from .updates import SUM, Accumulate, AfterAccumulation, Transform, Transformed, Update, UpdateRule, hooks_of
 
 Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
+Only = torch.optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
 Check = Literal["first", "always", False]
 
 
 class Losses(NamedTuple):
-    """The losses that a step evaluated, before it moved; None for one that has weight 0 in it."""
+    """The losses that a step evaluated, before it moved; None for one that has weight 0 in it.
+
+    aux is what h returned beside its value (`return loss, logits`), without a graph.
+    """
 
     h: Tensor | None
     g: Tensor | None
+    aux: Any = None
 
 
 class Loop:
@@ -57,6 +62,7 @@ class Loop:
         losses: tuple[Loss, Loss | None],
         rule: StepRule,
         update: UpdateRule,
+        direction: Transform | None,
         clip: Transform | None,
         engine: Engine,
         check: Check,
@@ -68,15 +74,15 @@ class Loop:
                 "graph that the loss could be differentiated through. Use engine='unroll' for it, or torch.no_grad() "
                 "around it if it is meant to be a constant."
             )
-        self._binding, self._rule, self._update, self._clip, self._engine = binding, rule, update, clip, engine
+        self._binding, self._rule, self._update, self._engine = binding, rule, update, engine
+        self._direction, self._clip = direction, clip
         self._h, self._g = losses
         self._origin = binding.initial_weights()
         binding.open()
         try:
             self._tape = engine.tape()
             statistics = {n: binding.buffers[n].detach().clone() for n in binding.statistics}
-            state = {n: binding.for_every_task(x) for n, x in update.start.items()}
-            self._z = self._tape.start({**self._origin, **state, **statistics})
+            self._z = self._tape.start({**self._origin, **update.start, **statistics})
             self._buffers = {n: b.detach().clone() for n, b in binding.buffers.items() if n not in statistics}
             binding.hold(self._z, self._buffers)
         except BaseException:
@@ -84,10 +90,12 @@ class Loop:
             raise
         self._outer: tuple[Any, ...] = ()
         self._monitor = LossMonitor()
-        self._sentinel = Sentinel(binding, losses, check)
+        self._sentinel = Sentinel(binding, losses[1], check)
         binding.warns = check is not False
         binding.graphs_are_kept = engine.keeps_graphs
-        self._last: tuple[Step, Conditions | None] | None = None
+        self._last: dict[object, tuple[Step, Conditions | None]] = {}  # the last step of each kind
+        self._accumulated: list[Tensor] = []  # losses since the last step
+        self._trained: set[str] = set()  # weights that some step has moved
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
         self._outer_variables: list[tuple[Tensor, int]] = []  # that a kept graph has found, with their versions
         self._k = 0
@@ -96,77 +104,210 @@ class Loop:
 
     # --- the inner loop ---
 
-    def step(self, *batch: Any, outer: Any = None) -> Losses:
+    def step(
+        self, *batch: Any, outer: Any = None, only: Only | None = None, h: Loss | None = None, **named: Any
+    ) -> Losses:
         """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
 
-        `outer` is the batch of g; it stays until another one is given. Returns the losses before the step.
+        Args:
+            batch: what h takes after the model; arguments by name go to it by name (`loop.step(**batch)`).
+            outer: the batch of g; it stays until another one is given.
+            only: an optimizer of this loop, a module, or parameters: the gradient is taken for these weights, and
+                these alone move.
+            h: another inner loss, for this step.
+
+        After `accumulate`, a step takes no batch: it moves by what was gathered. Returns the losses before the step.
         """
         self._check_open()
-        binding, k = self._binding, self._k + 1
-        binding.check_held(self._z, self._k, numbers=False)
-        self._update.check()
-        self._check_outer_variables()
+        names = self._names_of(only)
+        if self._accumulated and (batch or named or h is not None):
+            raise TypeError(
+                "bilevel.inner: after loop.accumulate(...) the step is taken on what was gathered: call loop.step() "
+                "without a batch. Give this batch to loop.accumulate(...) first, if it belongs to the step."
+            )
+        gathered_for = {n.removesuffix(SUM) for n in self._z if n.endswith(SUM)}
+        if names is not None and not gathered_for <= names:
+            raise ValueError(
+                "bilevel.inner: loop.accumulate(...) has gathered gradients for weights that only= of this step leaves "
+                "alone. Give only= to loop.accumulate(...) as well, and take the step of one part before the other's."
+            )
+        k = self._k + 1
         self._outer = self._outer if outer is None else as_tuple(outer)
-        self._refuse_graph_to_weights("the batch of h", batch)
-        cut: Pairs | None = [] if self._tape.replays else None
-        self._refuse_iterators(batch)
-        # a rate that is a tensor may be written to: its number is recorded
-        weights = [c.clone() if isinstance(c, Tensor) and not c.requires_grad else c for c in self._rule.weights(k)]
-        terms = [Term("h", self._h, batch)]
+        weights = self._weights_of_losses(k)
+        terms = [] if self._accumulated else [self._term(h, batch, named)]
+        weights_of_terms = weights[:1] if terms else []
         if isinstance(weights[1], Tensor) or weights[1] != 0:
             if self._g is None:
                 raise TypeError(
                     f"bilevel.inner: step k = {k} of {type(self._rule).__name__} descends g as well, and there is no "
                     "g. Give it: bilevel.inner(model, h, g), or take solver='gd'."
                 )
-            self._refuse_graph_to_weights("outer=", self._outer)
-            self._refuse_iterators(self._outer)
+            self._check_batch("outer=", self._outer)
             terms.append(Term("g", self._g, self._outer))
-        else:
-            weights = weights[:1]
-        if cut is not None:
+            weights_of_terms.append(weights[1])
+        moved = self._take(k, terms, weights_of_terms, self._update_at(k), names)
+        self._k = k
+        gathered, self._accumulated = self._accumulated, []
+        value = sum(gathered[1:], gathered[0]) if gathered else moved.means.get("h")
+        return Losses(value, moved.means.get("g"), self._binding.aux.get("h"))
+
+    def accumulate(self, *batch: Any, only: Only | None = None, h: Loss | None = None, **named: Any) -> Losses:
+        """Add the gradient of h on this micro-batch to that of the next step, as .backward() does without a step.
+
+        `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is let go at once. The
+        gradients are summed: divide the loss by their number where you want the mean, as in the plain loop.
+        """
+        self._check_open()
+        if "fixed point" in self._engine.needs:
+            raise ValueError(
+                f"bilevel.inner: engine={type(self._engine).__name__} differentiates the fixed point of one step, and "
+                "with accumulate() a step is made of several. Use engine='reverse'."
+            )
+        k = self._k + 1
+        weights = self._weights_of_losses(k)[:1]
+        hooks = self._hooks()
+        update = Accumulate() if hooks is None else Transformed([hooks], Accumulate(), closes_over=True)
+        moved = self._take(k, [self._term(h, batch, named)], weights, update, self._names_of(only))
+        value = moved.means.get("h")
+        self._accumulated.append(torch.zeros(()) if value is None else value)
+        return Losses(value, None, self._binding.aux.get("h"))
+
+    def _take(
+        self, k: int, terms: list[Term], weights: list[Value], update: Update, only: frozenset[str] | None
+    ) -> Moved:
+        """Take a step and record it."""
+        binding = self._binding
+        binding.check_held(self._z, self._k, numbers=False)
+        self._update.check()
+        self._check_outer_variables()
+        binding.aux.clear()
+        cut: Pairs = []
+        if self._tape.replays:
             terms = [Term(t.name, t.loss, cut_graph(t.batch, cut)) for t in terms]
-        step = self._tape.make_step(k, binding, terms, weights, self._update_at(k))
-        recorded = RecordedStep(step, self._buffers, cut or [])
+        step = self._tape.make_step(k, binding, terms, weights, update, only)
+        recorded = RecordedStep(step, self._buffers, cut)
         with EXCLUSIVE:
             moved = self._tape.step(recorded, self._z, self._monitor)
             self._update.count(moved.moved)
+            self._trained.update(moved.moved)
             self._z = as_leaves(moved.to) if self._tape.replays else moved.to
-            self._buffers, self._k = moved.buffers, k
+            self._buffers = moved.buffers
             binding.hold(self._z, self._buffers)
         if self._engine.keeps_graphs:
             self._sample(k, step.terms)
         if self._engine.keeps_graphs or self._engine.traces_steps:
             known = {id(x) for x, _ in self._outer_variables}
             self._outer_variables += [(x, x._version) for x in recorded.leaves if id(x) not in known | NESTED]
-        self._last = step, recorded.conditions
+        if step.terms:
+            kind = only, tuple((t.name, code_of(t.loss)) for t in step.terms)
+            self._last[kind] = step, recorded.conditions
         for x in self._z.values():
             setattr(x, OWNER, self._binding.token)  # to tell a loss= of earlier weights
         self._mark = sequence_number()
-        return Losses(moved.means.get("h"), moved.means.get("g"))
+        return moved
 
-    def _update_at(self, k: int) -> Update:
-        update = self._update.at_step(k)
+    def _weights_of_losses(self, k: int) -> list[Value]:
+        # a rate that is a tensor may be written to: its number is recorded
+        return [c.clone() if isinstance(c, Tensor) and not c.requires_grad else c for c in self._rule.weights(k)]
+
+    def _term(self, h: Loss | None, batch: tuple[Any, ...], named: dict[str, Any]) -> Term:
+        loss = self._h if h is None else h
+        if not callable(loss):
+            raise TypeError(
+                f"bilevel.inner: h= of a step is another inner loss, a function of (model, *batch), got "
+                f"{type(loss).__name__}. A batch whose argument is called h has to be given by position."
+            )
+        if named:
+            loss, batch = WithKeywords(loss, tuple(named)), (*batch, *named.values())
+        self._check_batch("the batch of h", batch)
+        return Term("h", loss, batch)
+
+    def _names_of(self, only: Only | None) -> frozenset[str] | None:
+        """The weights that `only=` stands for."""
+        if only is None:
+            return None
+        if "fixed point" in self._engine.needs:
+            raise ValueError(
+                f"bilevel.inner: engine={type(self._engine).__name__} differentiates the fixed point of one step, and "
+                "with only= several steps take turns. Use engine='reverse'."
+            )
+        if isinstance(only, torch.optim.Optimizer):
+            names = self._update.names_held_by(only)
+            if names is None:
+                raise ValueError(
+                    "bilevel.inner: only= got an optimizer that is not one of this loop's. Give it to the block: "
+                    "bilevel.inner(..., optimizer=[one, other])."
+                )
+            return frozenset(names)
+        wanted: list[Any] = []
+        if isinstance(only, nn.Module):
+            wanted = list(only.parameters())
+        elif isinstance(only, Tensor):
+            wanted = [only]
+        elif isinstance(only, Iterable) and not isinstance(only, (str, Mapping)):  # pyright: ignore
+            wanted = list(only)
+        ids = {id(p): n for n, p in self._binding.parameters.items()}
+        held = [p for p in wanted if id(p) in ids or not isinstance(only, nn.Module)]
+        strangers = [p for p in held if id(p) not in ids]
+        if strangers or not held:
+            stranger = strangers[0] if strangers else only
+            got = f"a tensor of shape {tuple(stranger.shape)}" if isinstance(stranger, Tensor) else f"{stranger!r:.40}"
+            raise ValueError(
+                "bilevel.inner: only= takes an optimizer of this loop, a part of the model, or parameters that the "
+                f"loop trains, got {got}."
+            )
+        return frozenset(ids[id(p)] for p in held)
+
+    def _hooks(self) -> Transform | None:
         hooks = hooks_of(self._binding.parameters)
-        transforms = [t for t in (hooks, self._clip) if t is not None]
-        if not transforms:
-            return update
         if hooks is not None and self._update.has_no_rate:
             raise ValueError(
                 "bilevel.inner: a parameter has a hook on its gradient, and the rates are the solver object's: the "
                 "hook would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by "
                 "name."
             )
-        each = self._binding.each_task
-        return Transformed([lambda d, t=t: each(t, d) for t in transforms], update)
+        return None if hooks is None else lambda d: self._binding.each_task(hooks, d)
 
-    def run(self, steps: int, *batch: Any, outer: Any = None) -> Losses:
+    def _update_at(self, k: int) -> Update:
+        """Υ_k, after what comes before it: hooks on parameters, the accumulated gradients, direction= and clip=."""
+        update, each, hooks = self._update.at_step(k), self._binding.each_task, self._hooks()
+        transforms = [t for t in (self._direction, self._clip) if t is not None]
+        own = self._direction is not None or getattr(self._clip, "may_close_over", self._clip is not None)
+        if transforms:
+            update = Transformed(
+                [lambda d, t=t: each(t, d) for t in transforms], update, closes_over=own or update.closes_over
+            )
+        if self._accumulated:
+            update = AfterAccumulation(update)
+        return update if hooks is None else Transformed([hooks], update, closes_over=True)
+
+    def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
         """`steps` inner steps on the same batch. Returns the losses before the last of them."""
         if steps < 1:
             raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
         for _ in range(steps - 1):
-            self.step(*batch, outer=outer)
-        return self.step(*batch, outer=outer)
+            self.step(*batch, outer=outer, **named)
+        return self.step(*batch, outer=outer, **named)
+
+    def train(self, mode: bool = True) -> Loop:
+        """Set the model to training mode; its modes are put back after the block."""
+        self._check_open()
+        self._binding.model.train(mode)
+        return self
+
+    def eval(self) -> Loop:
+        """Set the model to evaluation mode; its modes are put back after the block."""
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of model.state_dict() at the current weights, without a graph."""
+        self._check_open()
+        self._refuse_tasks("state_dict()")
+        current = {**self._buffers, **self._z}
+        return {
+            n: current[n].detach().clone() if n in current else x.clone() if isinstance(x, Tensor) else x
+            for n, x in self._binding.model.state_dict().items()
+        }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
@@ -214,17 +355,25 @@ class Loop:
             value = self._binding.loss("g", self._outer_loss(), inside, self._outer)
             return self._binding.means_of_losses({"g": value.detach()})["g"]
 
-    def commit_(self) -> None:
-        """Write the current weights and buffers into the model, as a warm start for what comes after the block."""
+    def commit_(self, *, optimizer: bool = False) -> None:
+        """Write the current weights and buffers into the model, as a warm start for what comes after the block.
+
+        With `optimizer`, so are momentum, moments and step counts into the state of the optimizers.
+        """
         self._check_open()
         self._monitor.raise_if_not_finite()
+        self._refuse_tasks("commit_()")
+        self._binding.check_held(self._z, self._k)
+        if optimizer:
+            self._update.write_state(self._z)
+        self._binding.keep()
+
+    def _refuse_tasks(self, call: str) -> None:
         if self._binding.tasks is not None:
             raise RuntimeError(
-                f"bilevel.inner: commit_() has {self._binding.tasks} sets of weights for one model. Take the one you "
+                f"bilevel.inner: {call} has {self._binding.tasks} sets of weights for one model. Take the one you "
                 "want from loop.weights, whose first dimension is the task, and load it with load_state_dict."
             )
-        self._binding.check_held(self._z, self._k)
-        self._binding.keep()
 
     # --- the outer gradient ---
 
@@ -358,8 +507,8 @@ class Loop:
                 before = " No step was taken yet, so that h has no part in it." if self._k == 0 else ""
                 raise ValueError(
                     f"bilevel.inner: neither loss depends on input {i} (shape {tuple(x.shape)}), so it has no "
-                    f"hypergradient.{before} Check that h or g uses this very tensor, or pass allow_unused=True for "
-                    "zeros."
+                    f"hypergradient.{before} Check that h or g uses this very tensor, and not behind a .detach() "
+                    "(bilevel.stop_gradient is the one that keeps a derivative), or pass allow_unused=True for zeros."
                 )
             grads.append(torch.zeros_like(x) if grad is None else grad)
         return grads
@@ -380,9 +529,9 @@ class Loop:
             with EXCLUSIVE, torch.enable_grad(), undisturbed(binding):
                 with full_precision():
                     found, start = self._tape.pull(end, wanted, create_graph)
-                if self._last is not None:
-                    batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
-                    self._sentinel.examine(*self._last, self._z, self._buffers, batch)
+                batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
+                for step, conditions in self._last.values():
+                    self._sentinel.examine(step, conditions, self._z, self._buffers, batch, self._trained)
                 if not binding.all_agree(is_finite(found.values())):
                     k = self._tape.first_step_not_finite(end)
                     at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"
@@ -428,7 +577,15 @@ class Loop:
                     ".detach() it if it is meant to be a constant."
                 )
 
-    def _refuse_iterators(self, batch: tuple[Any, ...]) -> None:
+    def _check_batch(self, where: str, batch: tuple[Any, ...]) -> None:
+        self._refuse_graph_to_weights(where, batch)
+        if any(getattr(x, AUX, None) is self._binding.token for x in tensors_of(batch)):
+            raise ValueError(
+                f"bilevel.inner: a tensor in {where} is what a loss of this loop returned beside its value: it depends "
+                "on the weights, and a step would take it for a constant. Keep it in a buffer of the model, "
+                "model.hidden = bilevel.stop_gradient(hidden) inside h, and it is part of the loop; or .detach() it "
+                "if it is meant to be a constant."
+            )
         if self._tape.replays and any(hasattr(x, "__next__") for x in batch):
             raise TypeError(
                 "bilevel.inner: a batch holds an iterator, which is used up when the step is run again. Give the step "
@@ -489,8 +646,8 @@ class Loop:
                 self._binding.announce("end")
         finally:
             self._binding.close()
-            self._z, self._origin, self._buffers, self._outer, self._last = {}, {}, {}, (), None
-            self._samples, self._outer_variables = [], []
+            self._z, self._origin, self._buffers, self._outer, self._last = {}, {}, {}, (), {}
+            self._samples, self._outer_variables, self._accumulated = [], [], []
             self._tape = self._engine.tape()
             self._monitor = LossMonitor()
 

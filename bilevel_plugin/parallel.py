@@ -35,13 +35,13 @@ class ParallelBinding(Binding):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         group: dist.ProcessGroup,
         local: Iterable[Tensor],
         *,
         own_parameters: bool,
     ) -> None:
-        super().__init__(model, optimizer, own_parameters=own_parameters)
+        super().__init__(model, optimizers, own_parameters=own_parameters)
         self._group: Any = group
         self._local = {id(x) for x in local}
         self._ranks = dist.get_world_size(group)
@@ -79,9 +79,9 @@ class ParallelBinding(Binding):
     def sum_over_ranks(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Sequence[Tensor | None]:
         return _sum(self._group, grads, like) if self.own_parameters else grads
 
-    def means_of_losses(self, values: State) -> State:
+    def means_of_losses(self, values: State, what: str = "") -> State:
         """Also checks that the ranks evaluate the same losses: one that is a step ahead would get others' numbers."""
-        means = self._meet(",".join(values), list(values.values()))
+        means = self._meet(f"{','.join(values)} {what}", list(values.values()))
         return dict(zip(values, means, strict=False))
 
     def announce(self, action: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .binding import NESTED, OWNER, Binding, evaluating_loss
+from .binding import NESTED, OWNER, Binding, code_of, evaluating_loss
 from .graph import (
     GRAPH_TO_WEIGHTS,
     Gradients,
@@ -33,6 +33,7 @@ from .graph import (
 from .kernels import EXCLUSIVE
 from .pullback.base import Pull, Pulled
 from .step import LossMonitor, Moved, Step, disconnected
+from .updates import SUM
 
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
 
@@ -155,6 +156,11 @@ class RecordedStep:
     def k(self) -> int:
         return self.step.k
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether the step moves no weight, and only adds to the direction of the next."""
+        return self.step.update.accumulates
+
     def take(
         self, z: State, monitor: LossMonitor, *, graph: bool = False, within: Callable[[Traced], None] | None = None
     ) -> Moved:
@@ -181,17 +187,20 @@ class RecordedStep:
             moved.to = {n: x.detach().clone() if id(x) in own else x.detach() for n, x in moved.to.items()}
         return moved
 
-    def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[str]) -> Moved:
+    def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[object]) -> Moved:
         """The step itself, attached to the graph of z; nothing is remembered. `known` has losses seen before."""
         step, binding, since = self.step, self.step.binding, sequence_number()
         moved = step.move(z, self.buffers, graph=True)
+        # a weight that stays where it is must be another tensor in the next step, whose direction would otherwise go
+        # back through this one (by a buffer that this step has left)
+        moved.to = {n: x.view_as(x) if x is z.get(n) and x.requires_grad else x for n, x in moved.to.items()}
         binding.check_not_written(z, self.k)
         for name, mean in moved.means.items():
             monitor.record_loss(self.k, name, mean, z)
-        for name, value in zip(moved.values, moved.weighted, strict=True):
-            if name not in known:
+        for (name, loss, _), value in zip(step.terms, moved.weighted, strict=True):
+            if (key := (name, code_of(loss))) not in known:
                 self.leaves += leaves_of_loss(name, value, moved.at, binding, (), since)
-                known.add(name)
+                known.add(key)
         return moved
 
     def _note(self, moved: Moved, z: State, monitor: LossMonitor, since: int) -> None:
@@ -211,6 +220,8 @@ class RecordedStep:
             self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins, since))
         for option in self.step.update.options:
             self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
+        cut = {id(x) for x in stand_ins}
+        self._add_leaves(x for x in moved.leaves_of_update if id(x) not in cut)
         self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in self.step.terms for x in tensors_of(batch)]
         # the parameters of a block inside of a loss are written to by every evaluation, and put back
         self._versions += [("an outer variable", x, x._version) for x in self.leaves if id(x) not in NESTED]
@@ -226,7 +237,7 @@ class RecordedStep:
         for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
             if alike(mine := getattr(before, name), getattr(self, name)):
                 setattr(self, name, mine)
-        for name in ("terms", "weights", "update"):
+        for name in ("terms", "weights", "update", "only"):
             if alike(mine := getattr(before.step, name), getattr(self.step, name)):
                 setattr(self.step, name, mine)
 
@@ -299,7 +310,8 @@ class RecordedStep:
     def check_end(self, z: State, to: State, after: State) -> None:
         """Run again, a step must end where it ended: what changed in between would make the gradient wrong."""
         assert self.conditions is not None
-        mine = {n: x.detach() for n, x in to.items() if n in after and x.is_floating_point()}
+        # where gradients are accumulated the weights stay: there is no length to compare the sum with
+        mine = {n: x.detach() for n, x in to.items() if n in after and x.is_floating_point() and not n.endswith(SUM)}
         if not mine or all(x.device.type == "cpu" and same_bits(x, after[n]) for n, x in mine.items()):
             return
         with torch.no_grad():
@@ -307,9 +319,7 @@ class RecordedStep:
             size = norm(after[n] for n in mine)
             length = norm(z[n] - after[n] for n in mine if n in z)
             drift = off / (length + torch.finfo(size.dtype).eps * size + torch.finfo(size.dtype).tiny)
-        # some optimizers of torch hold numbers in float32 beside weights in float64 (NAdam's product of rates)
-        coarsest = max((torch.finfo(x.dtype).eps for x in z.values() if x.is_floating_point()), default=0.0)
-        if drift.device.type != "meta" and not float(drift) <= max(self.conditions.precision, coarsest) ** 0.5:
+        if drift.device.type != "meta" and not float(drift) <= self.conditions.precision**0.5:
             raise ended_elsewhere(self.k)
 
     # --- what an engine weighs ---

@@ -12,9 +12,8 @@ the model's own for the time of it, and every other floating-point argument of a
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,8 +23,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .binding import NESTED, Binding, Inside, Loss
+from .binding import NESTED, Binding, Inside, Loss, code_of
 from .graph import DerivativeWarning, State, grad, leaves_read_since, map_tensors, sequence_number, tensors_of
+from .kernels import evaluating
 from .replay import Conditions
 from .solvers import Value
 from .step import Step, Term, gradient
@@ -55,10 +55,8 @@ class _Point:
 class Sentinel:
     """Looks at the derivatives of one loop, when its first hypergradient is taken."""
 
-    def __init__(
-        self, binding: Binding, losses: tuple[Loss, Loss | None], check: Literal["first", "always", False]
-    ) -> None:
-        self._binding, self._losses, self._check = binding, losses, check
+    def __init__(self, binding: Binding, g: Loss | None, check: Literal["first", "always", False]) -> None:
+        self._binding, self._g, self._check = binding, g, check
 
     def _is_due(self, step: Step) -> bool:
         if self._check is False or next(iter(self._binding.parameters.values())).is_meta:
@@ -67,8 +65,8 @@ class Sentinel:
             return True
         structure = tuple((type(m), m.training) for m in self._binding.modules)
         shapes = tuple((n, p.shape, p.dtype) for n, p in self._binding.parameters.items())
-        codes = tuple(_code(loss) for loss in self._losses)
-        key = structure, shapes, codes, tuple(t.name for t in step.terms)
+        codes = (code_of(self._g), *((t.name, code_of(t.loss)) for t in step.terms))
+        key = structure, shapes, codes, step.only
         new = key not in _CHECKED
         _CHECKED.add(key)
         return new
@@ -80,12 +78,13 @@ class Sentinel:
         z: State,
         buffers: State,
         outer_batch: tuple[Any, ...] | None,
+        trained: Collection[str],
     ) -> None:
         """Compare the derivatives of the last step's losses and of g, at the current weights, with differences."""
         if not self._is_due(step):
             return
         conditions = conditions or Conditions(self._binding)
-        u, g = None, self._losses[1]
+        u, g = None, self._g
         try:
             with _guarded():
                 probe = Probe(self._binding, conditions, z, buffers)
@@ -94,7 +93,7 @@ class Sentinel:
                 if error > TOLERANCE:
                     self._warn("the gradient of g", error)
             if step.terms:
-                error = probe.second_derivative(step, u)
+                error = probe.second_derivative(step, u, trained)
                 if error > TOLERANCE:
                     names = " and ".join(t.name for t in step.terms)
                     self._warn(f"the second derivative of {names}", error, step.k)
@@ -111,19 +110,13 @@ class Sentinel:
         warnings.warn(
             f"bilevel.inner: {what} is not the derivative of the loss{at}: it is off by {error:.2%} from central "
             "differences in float64, and so the hypergradient may be wrong. Likely causes: a .detach() or "
-            "torch.no_grad() that drops a dependence on the weights, an autograd.Function whose backward can't be "
-            "differentiated, a straight-through estimator, spectral_norm in training mode. bilevel.gradcheck names the "
-            "module; check=False says that you know.",
+            "torch.no_grad() that drops a dependence on the weights (bilevel.stop_gradient(x) in its place takes the "
+            "same steps, and keeps the dependence), an autograd.Function whose backward can't be differentiated, a "
+            "straight-through estimator, spectral_norm in training mode. bilevel.gradcheck names the module; "
+            "check=False says that you know.",
             DerivativeWarning,
             stacklevel=6,
         )
-
-
-def _code(loss: Any) -> object:
-    """What is the same for a loss that is made anew for every block: its code, and nothing that it holds."""
-    while isinstance(loss, functools.partial):
-        loss = loss.func
-    return getattr(loss, "__code__", type(loss))
 
 
 class NotChecked(Exception):
@@ -151,6 +144,7 @@ class Probe:
             binding.swapped({**copies, **weights}) as inside,
             _InFloat64({**instead, **point.outer}),
             binding.twice_differentiable(inside.taking),
+            evaluating(inside.taking),
         ):
             inside.weights = weights
             yield inside
@@ -168,7 +162,8 @@ class Probe:
         """The current weights, and what requires grad in the batches."""
         NESTED.clear()
         self._since = sequence_number()
-        given = [x for x in tensors_of([t.batch for t in terms]) if x.requires_grad]
+        # a sparse tensor can't be moved along a dense gradient, and stays where it is
+        given = [x for x in tensors_of([t.batch for t in terms]) if x.requires_grad and x.layout == torch.strided]
         self._given = given  # so that no id is used again
         return _Point(self._weights, {id(x): x.detach().double().requires_grad_() for x in given})
 
@@ -179,7 +174,7 @@ class Probe:
         """
         known = {id(x) for x in (*inside.weights.values(), *self._binding.parameters.values(), *point.outer.values())}
         leaves = [x for x in leaves_read_since(values, self._since) if id(x) not in known | NESTED]
-        leaves = [x for x in leaves if x.dtype in (*_LOW, torch.float64)]
+        leaves = [x for x in leaves if x.dtype in (*_LOW, torch.float64) and x.layout == torch.strided]
         inputs = [*inside.weights.values(), *point.outer.values(), *leaves]
         point.outer = {**point.outer, **{id(x): x.detach().double() for x in leaves}}
         return inputs
@@ -206,15 +201,15 @@ class Probe:
             error = _compare(_dot(v, along), at, here, here)
         return dict(zip(point.weights, v, strict=False)), error
 
-    def second_derivative(self, step: Step, u: State | None) -> float:
-        """How far ∇⟨∇ℓ, u⟩ is off from differences of ∇ℓ."""
+    def second_derivative(self, step: Step, u: State | None, trained: Collection[str] = ()) -> float:
+        """How far ∇⟨∇ℓ, u⟩ is off from differences of ∇ℓ, also along weights that other steps have trained."""
         with _guarded():
             point = self._start(step.terms)
             with self._inside(point) as inside:
                 values = self._losses(step.terms, step.weights, point, inside)
                 inputs = self._add_leaves(point, values, inside)
                 total = sum(float(x.detach()) for x in values)
-                d = gradient(values, inside, True)
+                d = gradient(values, inside, True, step.only)
                 u = {n: x for n, x in (u or {}).items() if n in d}
                 if not any(bool(x.any()) for x in u.values()):
                     u = {n: x.detach() for n, x in d.items()}
@@ -224,14 +219,15 @@ class Probe:
                     outputs, along_u = [d[n] for n in keys], [u[n] for n in keys]
                     grads = grad(outputs, inputs, along_u)
                 here = float(sum((d[n].detach() * u[n]).sum() for n in u))
-                moves = [d[n].detach() if n in d else torch.zeros_like(x) for n, x in point.weights.items()]
+                others = {n: x if n in trained else torch.zeros_like(x) for n, x in point.weights.items()}
+                moves = [d[n].detach() if n in d else others[n] for n in point.weights]
             v = _filled(grads, point.tensors())
 
             def at(by: float) -> tuple[float, float]:
                 moved = point.moved(along, by)
                 with self._inside(moved) as inside:
                     values = self._losses(step.terms, step.weights, moved, inside)
-                    d = gradient(values, inside, False)
+                    d = gradient(values, inside, False, step.only)
                     value = sum(float(x.detach()) for x in values)
                 return float(sum((d[n].detach() * u[n]).sum() for n in u if n in d)), value
 

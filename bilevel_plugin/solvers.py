@@ -147,10 +147,13 @@ class Penalty(StepRule):
 SOLVERS: dict[str, Callable[[Rate], StepRule]] = {"gd": GD, "bigsam": BiGSAM, "bda": BDA, "penalty": Penalty}
 
 
-def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tuple[StepRule, Rate | None]:
-    """The solver that `inner` was asked for, and the rate of plain steps; None where solver or optimizer have it.
+def resolve(
+    solver: str | StepRule, lr: Rate | None, has_optimizer: bool, has_rates: bool
+) -> tuple[StepRule, Rate | None]:
+    """The solver that `inner` was asked for, and the rate of the update; None where solver or optimizer have it.
 
-    A solver by name has rates 1: the rate is the update's, as in the loop that it stands for.
+    A solver by name has rates 1: the rate is the update's, as in the loop that it stands for. Beside an optimizer that
+    `has_rates` of its own, lr is a factor on them, if it is a tensor or a function of k.
     """
     if isinstance(solver, StepRule):
         if lr is not None:
@@ -162,12 +165,12 @@ def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tup
     if solver not in SOLVERS:
         known = ", ".join(map(repr, SOLVERS))
         raise ValueError(f"bilevel.inner: unknown solver {solver!r}. Known: {known}, or a StepRule object.")
-    if has_optimizer:
-        if lr is not None:
-            raise ValueError(
-                f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its "
-                "own. Leave lr out, or leave the optimizer out."
-            )
+    if has_rates and isinstance(lr, (int, float)):
+        raise ValueError(
+            f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its own. Leave lr "
+            "out, or leave the optimizer out. (A tensor, or a function of k, as lr= multiplies the optimizer's rates.)"
+        )
+    if has_optimizer and lr is None:
         return SOLVERS[solver](1.0), None
     rate = 1e-3 if lr is None else lr  # torch.optim.SGD's default, and the paper's rate
     evaluate("bilevel.inner: lr", rate, 1)

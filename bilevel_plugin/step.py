@@ -6,7 +6,7 @@ z holds the weights, the optimizer's tensors, and the running statistics of norm
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .binding import Binding, Inside, Loss
-from .graph import State, explained, grad, same_bits
-from .kernels import full_precision
+from .graph import State, explained, find_leaves, grad, same_bits
+from .kernels import full_precision, is_stopped
 from .solvers import Value
 from .updates import Update
 
@@ -50,21 +50,33 @@ class Moved:
     buffers: State  # those that are not part of z
     weighted: list[Tensor]
     leaves: Sequence[Tensor] | None = None  # what the losses read that requires grad, where it is known already
-    moved: Iterable[str] = ()  # the weights that have a direction
+    moved: Iterable[str] = ()  # the weights that were updated
+    leaves_of_update: Sequence[Tensor] = ()  # what functions of the user's in the update read that requires grad
 
 
 class Step:
-    """Φ_k: z ↦ z⁺ = Υ_k(z, ∇_w Σ c·loss)."""
+    """Φ_k: z ↦ z⁺ = Υ_k(z, ∇_w Σ c·loss), for all weights w or `only` some."""
 
-    __slots__ = ("binding", "k", "terms", "update", "weights")
+    __slots__ = ("binding", "k", "only", "terms", "update", "weights")
 
     def __init__(
-        self, k: int, binding: Binding, terms: Sequence[Term], weights: Sequence[Value], update: Update
+        self,
+        k: int,
+        binding: Binding,
+        terms: Sequence[Term],
+        weights: Sequence[Value],
+        update: Update,
+        only: frozenset[str] | None = None,
     ) -> None:
-        self.k, self.binding, self.update = k, binding, update
+        self.k, self.binding, self.update, self.only = k, binding, update, only
         used = [i for i, c in enumerate(weights) if isinstance(c, Tensor) or c != 0]
         self.terms = tuple(terms[i] for i in used)
         self.weights = tuple(weights[i] for i in used)
+
+    @property
+    def what(self) -> str:
+        """What has to be the same on every rank."""
+        return f"{'accumulate' if self.update.accumulates else 'step'} {sorted(self.only or ())}"
 
     def losses(self, inside: Inside) -> tuple[list[Tensor], State]:
         """Each loss times its weight, with a graph; and the losses as they are, without one."""
@@ -80,25 +92,46 @@ class Step:
     def evaluate(self, inside: Inside, *, create_graph: bool) -> Evaluated:
         """The losses and their direction, in one backward pass."""
         weighted, values = self.losses(inside)
-        return Evaluated(weighted, values, gradient(weighted, inside, create_graph), inside.buffers())
+        return Evaluated(weighted, values, gradient(weighted, inside, create_graph, self.only), inside.buffers())
 
     def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
         """z⁺, with a graph if it is asked for. `within` is called while weights and graph are still in the model."""
         binding = self.binding
         with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
             found = self.evaluate(inside, create_graph=graph)
-            means = binding.means_of_losses(found.values)
+            means = binding.means_of_losses(found.values, self.what)
             at = {**z, **inside.leaves, **inside.statistics} if graph else z
-            with full_precision(), torch.set_grad_enabled(graph):
-                d = binding.mean_of_direction(found.direction)
-                to = self.update(at, d)
+            to, moved_weights, leaves = self.updated(at, found.direction, graph)
             if graph and inside.taking.without_graph:
                 raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
             moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, at=at)
-            moved.moved = tuple(d)
+            moved.moved, moved.leaves_of_update = moved_weights, leaves
             if within is not None:
                 within(moved)
         return moved
+
+    def updated(self, at: State, direction: State, graph: bool) -> tuple[State, Iterable[str], Sequence[Tensor]]:
+        """z⁺, the weights that were updated, and the outer variables that functions of the user's have used in it."""
+        update, binding = self.update, self.binding
+        with full_precision(), torch.set_grad_enabled(graph):
+            d = binding.mean_of_direction(direction)
+            if not update.closes_over:
+                return update(at, d), update.moves(at, d), ()
+        with full_precision(), torch.enable_grad():
+            to = update(at, d) if graph else {}
+            leaves = {id(x): x for y in to.values() if y.requires_grad for x in find_leaves(y, at.values())[0]}
+            if not graph or binding.share != 1:
+                # z and d have no graph here: what has one all the same has it from an outer variable
+                alone = update({n: x.detach() for n, x in at.items()}, {n: x.detach() for n, x in d.items()})
+                found = {id(x): x for y in alone.values() if y.requires_grad for x in find_leaves(y)[0]}
+                if found and binding.share != 1:
+                    raise ValueError(
+                        "bilevel.inner: a function of the direction, or a rule of one's own, uses an outer variable, "
+                        "whose gradient would be counted once on every rank of group=. Put it into the losses, or "
+                        "give it as lr= or as an option of the optimizer."
+                    )
+                to, leaves = to or {n: x.detach() for n, x in alone.items()}, leaves or found
+            return to, update.moves(at, d), list(leaves.values())
 
     def finish(
         self,
@@ -116,13 +149,17 @@ class Step:
         binding = self.binding
         for n, b in after.items():
             if b.requires_grad and n not in binding.statistics and n not in binding.changing:
-                raise ValueError(
-                    f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, which the next step "
-                    "would not see the end of. Compute it inside h, or .detach() what is kept there."
-                )
+                if not is_stopped(b):
+                    raise ValueError(
+                        f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, which the next step "
+                        "would not see the end of. Compute it inside h, or keep it there by "
+                        "bilevel.stop_gradient(...): a constant for the next step, with a derivative in the "
+                        "hypergradient; .detach() has none."
+                    )
+                binding.statistics += (n,)  # state like any other, from now on
         for n in binding.statistics:
             to[n] = after[n] if after[n].requires_grad else after[n].detach()
-            if n not in binding.moving and not _is_same(to[n], z[n]):
+            if n not in binding.moving and not _is_same(to[n], z[n] if n in z else buffers[n]):
                 binding.moving.add(n)
         rest = {n: _unless_equal(b.detach(), buffers[n]) for n, b in after.items() if n not in to}
         binding.changing.update(n for n, b in rest.items() if b is not buffers[n] and not _is_counter(b, buffers[n]))
@@ -131,11 +168,11 @@ class Step:
         return Moved(z if at is None else at, to, values, means, rest, list(weighted), leaves)
 
 
-def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool) -> State:
+def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool, only: Collection[str] | None = None) -> State:
     """∇_w of the sum, for every weight that it depends on; dense. What is constant in a step is so here."""
     if not weighted:
         return {}
-    weights = inside.weights
+    weights = inside.weights if only is None else {n: x for n, x in inside.weights.items() if n in only}
     inside.taking.on = True
     try:
         with torch.enable_grad():

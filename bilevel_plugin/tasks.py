@@ -6,7 +6,7 @@ weights, the gradient of the sum is every task's own. The solve itself is not vm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,18 @@ from torch.utils import _pytree as pytree
 from .binding import Binding, Inside
 from .graph import State, tensors_of
 
+_TENSOR = object()
+
 
 class TaskBinding(Binding):
     """`Binding` with weights, buffers and batches for N tasks, and losses summed over them."""
 
     vmaps_losses = True
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, tasks: int) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tasks: int) -> None:
         if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 1:  # pyright: ignore
             raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {tasks!r}.")
-        super().__init__(model, optimizer, own_parameters=False)
+        super().__init__(model, optimizers, own_parameters=False)
         self.tasks, self.holds = tasks, False
         for name, module in model.named_modules():
             if isinstance(module, nn.RNNBase):
@@ -49,22 +51,30 @@ class TaskBinding(Binding):
         return x.expand(self.tasks or 1, *x.shape)
 
     def each_task(self, function: Callable[[State], State], d: State) -> State:
-        return torch.func.vmap(function)(d)
+        return torch.func.vmap(function)(d) if d else d
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (args, kwargs))
 
+        others: list[Any] = []  # what a call returns besides tensors: the same for every task
+
         def one_task(tensors: State, rest: Any) -> Any:
             with self.swapped(tensors, inside.taking) as mine:
-                out = function(self.model, *rest[0], **rest[1])
-                return out, mine.buffers()
+                leaves, spec = pytree.tree_flatten(function(self.model, *rest[0], **rest[1]))
+                others[:] = [spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]]
+                return [x for x in leaves if isinstance(x, Tensor)], mine.buffers()
 
         # the buffers come back as results: a call may have replaced them, not only changed them in place
         tensors = {**inside.swapped, **inside.buffers()}
         out, buffers = torch.func.vmap(one_task, in_dims=(0, split), randomness="different")(tensors, (args, kwargs))
         for holder, name, n in self._buffer_places:
             holder[name] = buffers[n]
-        return out
+        found = iter(out)
+        spec, leaves = others
+        return pytree.tree_unflatten([next(found) if x is _TENSOR else x for x in leaves], spec)
+
+    def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.func.vmap(function)
 
     def total(self, value: Tensor) -> Tensor:
         return value.sum()

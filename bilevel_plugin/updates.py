@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from torch.optim.optimizer import (
     _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
-from torch.overrides import TorchFunctionMode
 
 from .graph import State, map_tensors
+from .optimizers import RULES, Formula, Held, Rule, is_on, rule_of
 from .solvers import Rate, Value, evaluate
 
 Transform = Callable[[State], State]  # of the direction: clipping, a hook
@@ -50,6 +50,20 @@ class Update(ABC):
         """Whether the derivative of Υ depends on the numbers of d, not only on its shape."""
         return True
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether it moves no weight, and only adds to a sum that its derivative does not read."""
+        return False
+
+    @property
+    def closes_over(self) -> bool:
+        """Whether it holds a function of the user's, which may use outer variables that `options` does not list."""
+        return False
+
+    def moves(self, z: State, d: State) -> Iterable[str]:
+        """The weights that it updates."""
+        return tuple(d)
+
     @abstractmethod
     def __call__(self, z: State, d: State) -> State:
         """z⁺, in differentiable operations."""
@@ -60,7 +74,7 @@ class Update(ABC):
         direction = {n: x.detach().requires_grad_() for n, x in d.items()}
         with torch.enable_grad():
             to = self({**z, **at}, direction)
-        keys = [n for n in a if to[n].requires_grad]
+        keys = [n for n in a if n in to and to[n].requires_grad]
         inputs = [*at.values(), *direction.values(), *wanted]
         grads: Sequence[Tensor | None] = [None] * len(inputs)
         if keys:
@@ -86,8 +100,16 @@ class UpdateRule(ABC):
     def at_step(self, k: int) -> Update:
         """Υ_k, with the options as they are now."""
 
-    def count(self, d: Iterable[str]) -> None:  # noqa: B027 (most have nothing to count)
+    def count(self, moved: Iterable[str]) -> None:  # noqa: B027 (plain steps have nothing to count)
         """Called after a step, with the names of the weights that it moved."""
+
+    def names_held_by(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
+        """The weights that the optimizer holds; None if it is not one of this loop's."""
+        return None
+
+    def write_state(self, z: State) -> None:
+        """Write the optimizer's part of z into the optimizer itself."""
+        raise ValueError("bilevel.inner: commit_(optimizer=True) has no optimizer to write to: there is no optimizer=.")
 
     def check(self) -> None:  # noqa: B027 (plain steps have no optimizer)
         """Raise if something was done to the optimizer that a step would not see."""
@@ -122,7 +144,7 @@ class Descent(Update):
             return super().pull(z, d, a, wanted)
         with torch.no_grad():
             u = {n: x * -self.lr for n, x in a.items() if n in d}
-            return PulledUpdate(self(z, d), dict(a), u, [None] * len(wanted))
+            return PulledUpdate(self(z, d), {n: x for n, x in a.items() if n in z}, u, [None] * len(wanted))
 
 
 @dataclass
@@ -150,210 +172,217 @@ class DescentRule(UpdateRule):
 
 # --- optimizers ---
 
-Formula = Callable[[State, str, Tensor, int, Mapping[str, Any]], None]
+
+def resolve_optimizer(given: Any) -> tuple[tuple[torch.optim.Optimizer, ...], Formula | None]:
+    """The optimizers of `optimizer=`, or the rule."""
+    if given is None or isinstance(given, torch.optim.Optimizer):
+        return (() if given is None else (given,)), None
+    if isinstance(given, (list, tuple)):
+        several = cast("Sequence[Any]", given)
+        if several and all(isinstance(o, torch.optim.Optimizer) for o in several):
+            return tuple(several), None
+    elif callable(given) and not isinstance(given, type):
+        return (), cast("Formula", given)
+    raise TypeError(
+        "bilevel.inner: optimizer= takes an optimizer of torch.optim, a list of them, or a rule, a function "
+        f"rule(w, d, state, *, lr, count) -> (new w, new state); got {given!r}."
+    )
 
 
 class OptimizerRule(UpdateRule):
-    """The rule of a torch.optim object, with its groups, options and present state."""
+    """The rules of torch.optim objects, with their groups, options and present state; or a rule of one's own.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], count_once: CountOnce) -> None:
-        self._optimizer, self._count_once = optimizer, count_once
-        self._formula = _formula(optimizer)
-        self._names = [[names[p] for p in group["params"] if p in names] for group in optimizer.param_groups]
-        self._held = [[id(p) for p in group["params"]] for group in optimizer.param_groups]
-        _refuse_hooks(optimizer)
+    `names` has the weights of the inner problem. `factor` multiplies every rate. `for_every_task` and `each_task` are
+    those of the binding.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        formula: Formula | None,
+        names: Mapping[Tensor, str],
+        factor: Rate | None,
+        count_once: CountOnce,
+        for_every_task: Callable[[Tensor], Tensor],
+        vmapped: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self._optimizers, self._names, self._factor, self._count_once = tuple(optimizers), names, factor, count_once
+        self._rules = [rule_of(optimizer) for optimizer in optimizers]
+        self._formula = None if formula is None else Rule(formula)
+        self._held = self._ids()
+        self._vmapped = vmapped
         self.start = {}
-        self._count: dict[str, int] = {}  # updates that a weight has had (Adam's bias correction)
-        for p, name in names.items():
-            held: dict[str, Any] = optimizer.state.get(p, {})
+        self._count = dict.fromkeys(names.values(), 0)  # updates that a weight has had
+        for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
+            _refuse_hooks(optimizer)
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    if p in names:
+                        self._read_state(names[p], p, optimizer.state.get(p, {}), rule, for_every_task)
+
+    def _read_state(
+        self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, for_every_task: Callable[[Tensor], Tensor]
+    ) -> None:
+        if rule.counts:
             self._count[name] = int(held.get("step", 0))
-            for key, x in held.items():
-                if isinstance(x, Tensor) and not (self._formula and key == "step"):
-                    self.start[f"{name}@{key}"] = x.detach().clone()
+        for key, x in held.items():
+            if isinstance(x, Tensor) and not (rule.counts and key == "step"):
+                # a number that belongs to the weight as a whole is the same for all tasks
+                shared = rule.elementwise and x.dim() == 0 and p.dim() > 0
+                self.start[f"{name}@{key}"] = x.detach().clone() if shared else for_every_task(x.detach().clone())
+
+    def _ids(self) -> list[list[int]]:
+        return [[id(p) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
 
     def check(self) -> None:
-        groups = self._optimizer.param_groups
-        if [[id(p) for p in group["params"]] for group in groups] != self._held:
+        if self._ids() != self._held:
             raise RuntimeError(
                 "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set "
                 "them up before the block, and open a new block after such a change."
             )
-        _refuse_hooks(self._optimizer)
+        for optimizer in self._optimizers:
+            _refuse_hooks(optimizer)
 
     def at_step(self, k: int) -> Update:
-        options = [{n: v for n, v in group.items() if n != "params"} for group in self._optimizer.param_groups]
         found: list[Tensor] = []
-        for o in options:
-            o["decoupled"] = o.get("decoupled_weight_decay", isinstance(self._optimizer, torch.optim.AdamW))
-            for n, v in o.items():
-                if isinstance(v, (Tensor, tuple)):
-                    o[n] = map_tensors(lambda x: self._option(x, found), v)
-        groups = list(zip(self._names, options, strict=True))
-        if self._formula is None:
-            return TorchStep(type(self._optimizer), groups, found)
-        return FormulaStep(self._formula, groups, dict(self._count) if self._formula is _adam else {}, found)
+        factor = None if self._factor is None else evaluate("bilevel.inner: lr", self._factor, k)
+        if isinstance(factor, Tensor):
+            factor = self._option("lr", factor, found)
+        groups: list[_Group] = []
+        for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
+            for group in optimizer.param_groups:
+                options = {n: v for n, v in group.items() if n != "params"}
+                for n, v in options.items():
+                    if isinstance(v, (Tensor, tuple)):
+                        options[n] = map_tensors(lambda x, n=n: self._option(n, x, found), v)
+                if isinstance(optimizer, torch.optim.AdamW):
+                    options["decoupled_weight_decay"] = True
+                if factor is not None and "lr" in options:
+                    options["lr"] = factor * options["lr"]
+                groups.append(_Group([self._names[p] for p in group["params"] if p in self._names], options, rule))
+        if self._formula is not None:
+            groups = [_Group(list(self._names.values()), {"lr": factor}, self._formula)]
+        counts = dict(self._count) if any(not rule.affine for *_, rule in groups) else {}
+        return FormulaStep(groups, counts, self._vmapped, found)
 
-    def _option(self, x: Tensor, found: list[Tensor]) -> Tensor:
+    def _option(self, name: str, x: Tensor, found: list[Tensor]) -> Tensor:
         if not x.requires_grad:
             return x.detach().clone().reshape(()) if x.numel() == 1 else x.detach().clone()  # schedulers write to it
+        if x.grad_fn is not None and x._version:
+            raise ValueError(
+                f"bilevel.inner: the option {name!r} of the optimizer is a tensor with a graph, and was written to in "
+                "place, by a scheduler as it seems, so that its derivative is lost. Give the optimizer a number "
+                "(lr=1.0), and the learnable rate to the block: bilevel.inner(..., optimizer=optimizer, lr=rate) "
+                "multiplies what the scheduler sets."
+            )
         found.append(x)
         return self._count_once(x.reshape(()) if x.numel() == 1 else x)
 
-    def count(self, d: Iterable[str]) -> None:
-        if self._formula is _adam:
-            self._count.update({n: self._count[n] + 1 for n in d})
+    def count(self, moved: Iterable[str]) -> None:
+        self._count.update({n: self._count[n] + 1 for n in moved})
+        for optimizer in self._optimizers:  # else a scheduler would warn that nothing was stepped
+            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    def names_held_by(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
+        if not any(o is optimizer for o in self._optimizers):
+            return None
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return [self._names[p] for p in held if p in self._names]
+
+    def write_state(self, z: State) -> None:
+        """Write the optimizers' tensors of z into their `state`."""
+        by_name = {n: p for p, n in self._names.items()}
+        for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
+            for n in self.names_held_by(optimizer) or ():
+                held = {key: x.detach().clone() for key, x in held_by(n, z).items()}
+                if rule.counts and self._count[n]:
+                    fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+                    where = by_name[n].device if fused else None
+                    held["step"] = torch.tensor(float(self._count[n]), device=where)
+                if held:
+                    optimizer.state[by_name[n]].update(held)
 
     def lacks(self, need: str) -> str | None:
-        groups = self._optimizer.param_groups
-        if need == "fixed point" and self._formula is not _sgd:
-            name = type(self._optimizer).__name__
-            return f"{name} divides by a root that is 0 where the gradient is, and has no derivative there"
-        if need == "symmetry" and any(_is_on(g["momentum"]) for g in groups):
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        if need == "fixed point" and self._formula is not None:
+            return "of a rule of one's own it is not known that it has one"
+        for rule, optimizer in zip(self._rules, self._optimizers, strict=True):
+            if need == "fixed point" and not rule.affine:
+                name = type(optimizer).__name__
+                return f"{name} divides by a root that is 0 where the gradient is, and has no derivative there"
+        if need == "symmetry" and any(is_on(g["momentum"]) for g in groups):
             return "with momentum the Jacobian of a step is not symmetric; engine='neumann' takes it"
         if need == "symmetry" and any(g["lr"] is not groups[0]["lr"] and g["lr"] != groups[0]["lr"] for g in groups):
             return "with a rate for each group the Jacobian is not symmetric; engine='neumann' takes it"
         return None
 
 
+class _Group(NamedTuple):
+    names: list[str]
+    options: dict[str, Any]
+    rule: Rule
+
+
+def held_by(name: str, z: State) -> State:
+    """The optimizer's tensors for one weight."""
+    begin = f"{name}@"
+    return {key[len(begin) :]: x for key, x in z.items() if key.startswith(begin) and key != f"{name}{SUM}"}
+
+
 @dataclass(frozen=True)
 class FormulaStep(Update):
-    """The update of SGD, Adam or AdamW by a formula of ours, weight by weight."""
+    """The update of an optimizer by the formula of its class, weight by weight."""
 
-    formula: Formula
-    groups: Sequence[tuple[list[str], dict[str, Any]]]
+    groups: Sequence[_Group]
     counts: Mapping[str, int]
+    vmapped: Callable[[Callable[..., Any]], Callable[..., Any]]
     options: Sequence[Tensor] = ()
 
     @property
     def reads_direction(self) -> bool:
-        return self.formula is not _sgd or bool(self.options)
+        return bool(self.options) or any(not rule.affine for *_, rule in self.groups)
+
+    @property
+    def closes_over(self) -> bool:
+        return any(rule not in RULES.values() for *_, rule in self.groups)
 
     def __call__(self, z: State, d: State) -> State:
         new = dict(z)
-        for names, options in self.groups:
+        held: dict[str, State] = {n: {} for n in d}
+        for key, x in z.items():
+            name, at, tensor = key.rpartition("@")
+            if at and name in held:
+                held[name][tensor] = x
+        for names, options, rule in self.groups:
             for n in names:
                 if n in d:
-                    x = -d[n] if options["maximize"] else d[n]
-                    self.formula(new, n, x, self.counts.get(n, 0) + 1, options)
+                    new[n], state = self._one(
+                        rule, z[n], d[n], held[n], {**options, "count": self.counts.get(n, 0) + 1}
+                    )
+                    new.update({f"{n}@{key}": x for key, x in state.items()})
         return new
 
-
-def _is_on(option: Any) -> bool:
-    """Whether an option takes part: a tensor of value 0 does, since it may be differentiated for."""
-    return isinstance(option, Tensor) or bool(option)
-
-
-def _sgd(z: State, n: str, d: Tensor, count: int, o: Mapping[str, Any]) -> None:
-    """b⁺ = μ·b + (1 − τ)·d (b⁺ = d at first); w⁺ = w − lr·b⁺, or w − lr·(d + μ·b⁺) for Nesterov."""
-    if _is_on(o["weight_decay"]):
-        d = d + o["weight_decay"] * z[n]
-    if _is_on(o["momentum"]):
-        key = f"{n}@momentum_buffer"
-        z[key] = o["momentum"] * z[key] + (1 - o["dampening"]) * d if key in z else d
-        d = d + o["momentum"] * z[key] if o["nesterov"] else z[key]
-    lr = o["lr"]
-    z[n] = z[n] - lr * d if isinstance(lr, Tensor) else torch.sub(z[n], d, alpha=lr)
+    def _one(self, rule: Rule, w: Tensor, d: Tensor, state: State, options: dict[str, Any]) -> tuple[Tensor, Held]:
+        if rule.elementwise:
+            return rule.formula(w, d, state, **options)
+        return self.vmapped(lambda *args: check_returned(args[0], rule.formula(*args, **options)))(w, d, state)
 
 
-def _adam(z: State, n: str, d: Tensor, count: int, o: Mapping[str, Any]) -> None:
-    """m⁺ = β₁·m + (1 − β₁)·d, v⁺ = β₂·v + (1 − β₂)·d²; w⁺ = w − lr·m̂ / (√v̂ + ε), m̂ and v̂ unbiased."""
-    beta1, beta2 = o["betas"]
-    if _is_on(o["weight_decay"]):
-        if o["decoupled"]:
-            z[n] = z[n] - o["lr"] * o["weight_decay"] * z[n]
-        else:
-            d = d + o["weight_decay"] * z[n]
-    m, v, top = (f"{n}@{key}" for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"))
-    z[m] = beta1 * z[m] + (1 - beta1) * d if m in z else (1 - beta1) * d
-    z[v] = beta2 * z[v] + (1 - beta2) * d * d if v in z else (1 - beta2) * d * d
-    second = z[v]
-    if o["amsgrad"]:
-        second = z[top] = torch.maximum(z[top], z[v]) if top in z else z[v]
-    step = o["lr"] / (1 - beta1**count)
-    z[n] = z[n] - step * z[m] / (_safe_root(second) / (1 - beta2**count) ** 0.5 + o["eps"])
-
-
-def _safe_root(v: Tensor) -> Tensor:
-    """√v with slope 0 at 0.
-
-    √ has slope ∞ there. Where v is 0, so are m and d, and the slope of m/(√v + ε) is that of m alone: the root may be
-    taken as constant, which is exact and keeps ∞·0 = nan out of the reverse sweep.
-    """
-    zero = v == 0
-    return torch.where(zero, 0.0, torch.where(zero, 1.0, v).sqrt())
-
-
-@dataclass(frozen=True)
-class TorchStep(Update):
-    """The update of any other class of torch.optim: its own `differentiable=True` step, on copies."""
-
-    kind: type[torch.optim.Optimizer]
-    groups: Sequence[tuple[list[str], dict[str, Any]]]
-    options: Sequence[Tensor] = ()
-
-    def __call__(self, z: State, d: State) -> State:
-        new = dict(z)
-        graph = torch.is_grad_enabled()
-        copies: dict[str, Tensor] = {}
-        param_groups: list[dict[str, Any]] = []
-        for names, options in self.groups:
-            for n in names:
-                if n in d:
-                    copies[n] = z[n].clone()
-                    if copies[n].requires_grad:
-                        copies[n].retain_grad()  # so that torch lets the optimizer read .grad
-            known = {o: v for o, v in options.items() if o not in ("decoupled", "differentiable", "foreach", "fused")}
-            mine = [copies[n] for n in names if n in copies]
-            if mine:
-                param_groups.append({**known, "params": mine, "differentiable": graph, "foreach": False})
-        if not param_groups:
-            return new
-        optimizer = self.kind(param_groups, differentiable=graph)  # pyright: ignore[reportCallIssue]
-        for n, x in copies.items():
-            held = {key.split("@", 1)[1]: value for key, value in z.items() if key.startswith(f"{n}@")}
-            if held:
-                optimizer.state[x] = {key: value.clone() for key, value in held.items()}
-            x.grad = d[n]
-        with _SafeRoot():
-            optimizer.step()
-        for n, x in copies.items():
-            new[n] = x
-            for key, value in optimizer.state[x].items():
-                if isinstance(value, Tensor):
-                    new[f"{n}@{key}"] = value
-        return new
-
-
-class _SafeRoot(TorchFunctionMode):
-    """√ with slope 0 at 0, where torch has ∞: see `_safe_root`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (Tensor.sqrt, torch.sqrt) and not kwargs:
-            return _safe_root(args[0])
-        if func is Tensor.sqrt_:
-            return args[0].copy_(_safe_root(args[0]))
-        return func(*args, **(kwargs or {}))
-
-
-BY_TORCH = ("Adadelta", "Adagrad", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
-
-
-def _formula(optimizer: torch.optim.Optimizer) -> Formula | None:
-    """Our formula for the optimizer; None for those that torch itself can differentiate."""
-    kind = type(optimizer)
-    if kind is torch.optim.SGD:
-        return _sgd
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        return _adam
-    if any(kind is getattr(torch.optim, name) for name in BY_TORCH):
-        return None
-    wrapped = getattr(optimizer, "optimizer", None)  # accelerate's and Lightning's have it so
-    remedy = "Use one of them, or leave it out and set lr."
-    raise TypeError(
-        f"bilevel.inner: optimizer= takes torch.optim.SGD, Adam, AdamW, {', '.join(BY_TORCH)}, got {kind.__name__}, "
-        f"whose rule this library does not know. "
-        f"{'Give the one that it wraps: optimizer.optimizer.' if wrapped else remedy}"
-    )
+def check_returned(w: Tensor, returned: Any) -> tuple[Tensor, State]:
+    """What a rule returned, or an error that says what it should."""
+    if not (isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2):
+        raise TypeError(
+            "bilevel.inner: the rule of an optimizer must return a pair, the new weight and the new state (a dict of "
+            f"tensors, {{}} if there is none), got {type(returned).__name__}: return w - lr * d, state."
+        )
+    new, state = cast("tuple[Any, Any]", returned)
+    if not isinstance(new, Tensor) or new.shape != w.shape or not isinstance(state, Mapping):
+        got = f"a tensor of shape {tuple(new.shape)}" if isinstance(new, Tensor) else type(new).__name__
+        raise TypeError(
+            f"bilevel.inner: the rule of an optimizer must return the new weight, of shape {tuple(w.shape)}, and the "
+            f"new state, a dict of tensors; got {got} and {type(state).__name__}."
+        )
+    return new, {str(key): torch.as_tensor(x) for key, x in cast("Mapping[str, Any]", state).items()}
 
 
 def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
@@ -362,15 +391,74 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
         if hooks:
             raise ValueError(
                 "bilevel.inner: the optimizer has a hook on its step, and a block reads the optimizer without stepping "
-                "it. Remove the hook; what it does to the gradient can be written as clip=, a function of the "
+                "it. Remove the hook; what it does to the gradient can be written as direction=, a function of the "
                 "direction."
             )
+
+
+# --- gradient accumulation ---
+
+SUM = "@grad"  # the sum of the directions since the last step, as `.grad` has it in the plain loop
+
+
+@dataclass(frozen=True)
+class Accumulate(Update):
+    """grad⁺ = grad + d; the weights stay."""
+
+    @property
+    def accumulates(self) -> bool:
+        return True
+
+    @property
+    def reads_direction(self) -> bool:
+        return False
+
+    def moves(self, z: State, d: State) -> Iterable[str]:
+        return ()
+
+    def __call__(self, z: State, d: State) -> State:
+        return {**z, **{f"{n}{SUM}": z[f"{n}{SUM}"] + x if f"{n}{SUM}" in z else x for n, x in d.items()}}
+
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor]) -> PulledUpdate:
+        with torch.no_grad():
+            u = {n: a[f"{n}{SUM}"] for n in d if f"{n}{SUM}" in a}
+            weights = {n: x for n, x in z.items() if not n.endswith(SUM)}  # the sum may not have been kept
+            return PulledUpdate(weights, dict(a), u, [None] * len(wanted))
+
+
+@dataclass(frozen=True)
+class AfterAccumulation(Update):
+    """Υ(z, grad + d), which leaves no grad behind."""
+
+    update: Update
+
+    @property
+    def options(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.update.options
+
+    @property
+    def reads_direction(self) -> bool:
+        return self.update.reads_direction
+
+    @property
+    def closes_over(self) -> bool:
+        return self.update.closes_over
+
+    def _total(self, z: State, d: State) -> State:
+        held = {key.removesuffix(SUM): x for key, x in z.items() if key.endswith(SUM)}
+        return {**d, **{n: x + d[n] if n in d else x for n, x in held.items()}}
+
+    def moves(self, z: State, d: State) -> Iterable[str]:
+        return tuple(self._total(z, d))
+
+    def __call__(self, z: State, d: State) -> State:
+        return self.update({n: x for n, x in z.items() if not n.endswith(SUM)}, self._total(z, d))
 
 
 # --- functions of the direction ---
 
 
-def clip_norm(max_norm: float, norm_type: float = 2.0) -> Transform:
+def clip_norm(max_norm: Value, norm_type: float = 2.0) -> Transform:
     """d·min(1, max_norm / (‖d‖ + 10⁻⁶)), as torch.nn.utils.clip_grad_norm_ does it."""
     if not max_norm > 0:
         raise ValueError(f"bilevel.clip_norm: max_norm must be positive, got {max_norm}.")
@@ -380,14 +468,20 @@ def clip_norm(max_norm: float, norm_type: float = 2.0) -> Transform:
         factor = (max_norm / (torch.linalg.vector_norm(norms, norm_type) + 1e-6)).clamp(max=1.0)
         return {n: x * factor for n, x in d.items()}
 
+    clip.may_close_over = isinstance(max_norm, Tensor)  # pyright: ignore[reportFunctionMemberAccess]
     return clip
 
 
-def clip_value(value: float) -> Transform:
+def clip_value(value: Value) -> Transform:
     """Every entry of d held between −value and value, as torch.nn.utils.clip_grad_value_ does it."""
     if not value > 0:
         raise ValueError(f"bilevel.clip_value: value must be positive, got {value}.")
-    return lambda d: {n: x.clamp(-value, value) for n, x in d.items()}
+
+    def clip(d: State) -> State:
+        return {n: torch.clamp(x, -value, value) for n, x in d.items()}  # pyright: ignore
+
+    clip.may_close_over = isinstance(value, Tensor)  # pyright: ignore[reportFunctionMemberAccess]
+    return clip
 
 
 def hooks_of(parameters: State) -> Transform | None:
@@ -414,10 +508,14 @@ class Transformed(Update):
 
     transforms: Sequence[Transform]
     update: Update
+    closes_over: bool = False  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def options(self) -> Sequence[Tensor]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.update.options
+
+    def moves(self, z: State, d: State) -> Iterable[str]:
+        return self.update.moves(z, d)
 
     def __call__(self, z: State, d: State) -> State:
         for transform in self.transforms:
@@ -425,10 +523,41 @@ class Transformed(Update):
         return self.update(z, d)
 
 
+def checked_direction(function: Transform | None, name: str = "direction=") -> Transform | None:
+    """The function of `direction=` or `clip=`, whose result is looked at."""
+    if function is None:
+        return None
+    if not callable(function):
+        raise TypeError(
+            f"bilevel.inner: {name} takes a function from the direction, a dict of tensors by the names of the "
+            f"weights, to another such dict, got {type(function).__name__}."
+        )
+
+    def checked(d: State) -> State:
+        new = function({n: x.clone() for n, x in d.items()})  # it may change them in place, as loops do with .grad
+        if not isinstance(new, Mapping) or new.keys() != d.keys():  # pyright: ignore[reportUnnecessaryIsInstance]
+            got = sorted(new) if isinstance(new, Mapping) else type(new).__name__  # pyright: ignore
+            raise TypeError(
+                f"bilevel.inner: {name} must return a dict with the same names as it was given, {sorted(d)}, got {got}."
+            )
+        for n, x in new.items():
+            if not isinstance(x, Tensor) or x.shape != d[n].shape:  # pyright: ignore[reportUnnecessaryIsInstance]
+                got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)  # pyright: ignore
+                raise ValueError(
+                    f"bilevel.inner: {name} returns {got} for {n!r}, whose direction is a tensor of shape "
+                    f"{tuple(d[n].shape)}."
+                )
+        return dict(new)
+
+    return checked
+
+
 def resolve_clip(clip: float | Transform | None) -> Transform | None:
     """The function of the direction that `clip=` asks for."""
-    if clip is None or callable(clip):
-        return clip
+    if clip is None or hasattr(clip, "may_close_over"):
+        return cast("Transform | None", clip)
+    if callable(clip):
+        return checked_direction(clip, "clip=")
     if isinstance(clip, bool) or not isinstance(clip, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             "bilevel.inner: clip= takes the largest norm as a number, or a function of the direction (a dict of "

@@ -13,6 +13,7 @@ from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite
 from ..pullback import PULLBACKS, Pull
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
+from ..updates import SUM
 from .base import End, Engine, Tape, refuse_create_graph
 from .plan import Budget, Keep, Plan, Sweep, free, parse, schedule
 from .store import Store
@@ -89,22 +90,26 @@ class _ReverseTape(Tape):
         self._budget: Budget | None = None
         self._last: State = {}
         self._count = 0
+        self._begins: list[int] = []  # where each step of the loop begins among the recorded ones
 
     def make_step(self, *args: object) -> Step:
         return super().make_step(*args) if self._compiler is None else self._compiler.step(*args)
 
     @property
     def _first(self) -> int:
-        """The first step that the sweep goes back to."""
-        return 0 if self._options.truncate is None else max(0, self._count - self._options.truncate)
+        """The first recorded step that the sweep goes back to: one of the loop may be made of several."""
+        m, last = self._options.truncate, self._steps.get(self._count - 1)
+        if m is not None and last is not None and last.accumulates:  # of a step that is not taken yet
+            m += 1
+        return 0 if m is None or m >= len(self._begins) else self._begins[-m]
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         k = self._count
         if self._options.memory is None:
             if k in self._saved:  # of a step that failed
-                self._drop([k])
+                self._forget(k)
             if k % self._every == 0:
-                self._saved[k] = self._store.keep(z)
+                self._saved[k] = self._kept(step, z)
             moved = step.take(z, monitor)
         else:
             moved = step.take(z, monitor, graph=True)
@@ -112,6 +117,8 @@ class _ReverseTape(Tape):
             self._fit(self._weigh(step, moved))
             moved.to = as_leaves(moved.to)
         self._last = moved.to
+        if k - 1 not in self._steps or self._steps[k - 1].k != step.k:
+            self._begins.append(k)
         self._count += 1
         step.share_with(self._steps.get(k - 1))
         self._steps[k] = step
@@ -126,6 +133,24 @@ class _ReverseTape(Tape):
             for j in [j for j in self._steps if j < needed]:
                 del self._steps[j]
         return moved
+
+    def _kept(self, step: RecordedStep, z: State) -> State:
+        """A copy of z. Where all states are kept, what accumulating steps leave alone is kept once.
+
+        Such a step moves no weight, and its derivative does not read the sum that it adds to.
+        """
+        options, before = self._options, self._steps.get(self._count - 1)
+        if options.checkpoint != 1 or options.truncate is not None:
+            return self._store.keep(z)
+        rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
+        shared = self._saved[self._count - 1] if before is not None and before.accumulates else {}
+        new = {n: x for n, x in rest.items() if n not in shared or n.endswith(SUM) or n in step.step.binding.moving}
+        return {**{n: x for n, x in shared.items() if n in rest}, **self._store.keep(new)} if new else dict(shared)
+
+    def _forget(self, k: int) -> None:
+        before = self._steps.get(k - 1)
+        if before is None or not before.accumulates:  # else its rows are another's as well
+            self._drop([k])
 
     def _weigh(self, step: RecordedStep, moved: Moved) -> Budget:
         """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""

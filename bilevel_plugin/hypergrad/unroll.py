@@ -33,7 +33,7 @@ class _UnrollTape(Tape):
 
     def __init__(self) -> None:
         self._start: State = {}
-        self._losses_seen: set[str] = set()
+        self._losses_seen: set[object] = set()
         self._edges: list[list[GradientEdge]] = []  # where each state is in the graph, which may let go of its numbers
 
     def start(self, z: State) -> State:

@@ -43,7 +43,8 @@ def pull_through(
     with binding.inside(z, buffers, graph=True, statistics=bool(binding.moving)) as inside:
         found = evaluate(step, inside)
         after_update = step.update.pull(z, binding.mean_of_direction(found.direction), a, wanted)
-        followed = {n: found.buffers[n] for n in inside.statistics}
+        # a buffer that the step made state is not among what it was given
+        followed = {n: b for n, b in found.buffers.items() if n in inside.statistics or (n in a and b.requires_grad)}
         outputs = {**found.direction, **followed}
         share = binding.share
         along = {n: u if share == 1 else u * share for n, u in after_update.cotangent.items()}

@@ -30,10 +30,11 @@ _MOST = 8
 class _Functions:
     """For one model and its losses: the gradient, and its pullback."""
 
-    def __init__(self, binding: Binding, losses: Sequence[Loss]) -> None:
+    def __init__(self, binding: Binding, losses: Sequence[Loss], only: frozenset[str] | None) -> None:
         self.touched: frozenset[str] = frozenset()  # the weights that the losses read
         self._seen: list[Tensor] = []
         names, taking = tuple(binding.parameters), TakingDirection()
+        moved = [n for n in names if only is None or n in only]
 
         def evaluate(w: State, rates: list[Tensor], buffers: State, batches: list[Any], graph: bool) -> Any:
             copies = {n: b.clone() for n, b in buffers.items()}
@@ -45,8 +46,8 @@ class _Functions:
             weighted = [c * value for c, value in zip(rates, values, strict=True)]
             total = sum(weighted[1:], weighted[0])
             with torch.autocast("cpu", enabled=False):
-                grads = torch.autograd.grad(total, [w[n] for n in names], create_graph=graph, allow_unused=True)
-            return dict(zip(names, grads, strict=True)), [v.detach() for v in values], after
+                grads = torch.autograd.grad(total, [w[n] for n in moved], create_graph=graph, allow_unused=True)
+            return dict(zip(moved, grads, strict=True)), [v.detach() for v in values], after
 
         def gradient(z: State, rates: list[Tensor], buffers: State, batches: list[Any]) -> Any:
             d, values, after = evaluate(as_leaves(z), rates, buffers, batches, False)
@@ -123,6 +124,11 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def _kind(step: Step) -> object:
+    """Steps of one kind run the same code."""
+    return step.only, *((t.name, t.loss) for t in step.terms)
+
+
 class Compiler:
     """What the steps of one loop share: which kinds of steps were seen, and whether to go on compiling."""
 
@@ -134,13 +140,13 @@ class Compiler:
         return CompiledStep(self, *args)
 
     def is_known(self, step: Step) -> bool:
-        return not self.off and tuple(t.name for t in step.terms) in self._kinds and bool(step.terms)
+        return not self.off and _kind(step) in self._kinds and bool(step.terms)
 
     def look_at(self, step: Step, before: list[bool], draws: bool) -> None:
         """After the first, eager, step of a kind: can those like it be compiled?"""
         if self.off:
             return
-        self._kinds.add(tuple(t.name for t in step.terms))
+        self._kinds.add(_kind(step))
         binding = step.binding
         after = [m.training for m in binding.modules]
         judged = [
@@ -148,6 +154,10 @@ class Compiler:
         ]
         if draws:
             self.give_up("the step draws random numbers, and compiled code would draw others")
+        elif binding.aux.get("h") is not None or binding.aux.get("g") is not None:
+            self.give_up("a loss returns something beside its value")
+        elif binding.stops_gradients:
+            self.give_up("a loss calls stop_gradient, which compiled code does not see")
         elif binding.weight_norm:
             self.give_up("the model has weight_norm, whose compiled second derivative is wrong")
         elif binding.moving and not all(judged):
@@ -184,11 +194,11 @@ class CompiledStep(Step):
 
     def functions(self) -> _Functions:
         losses = [t.loss for t in self.terms]
-        key = self.binding.key, *losses
+        key = self.binding.key, self.only, *losses
         if key not in _CACHE:
             if len(_CACHE) >= _MOST:
                 del _CACHE[next(iter(_CACHE))]
-            _CACHE[key] = _Functions(self.binding, losses)
+            _CACHE[key] = _Functions(self.binding, losses, self.only)
         return _CACHE[key]
 
     def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
@@ -207,11 +217,10 @@ class CompiledStep(Step):
             else:
                 self._seen = seen
                 named = dict(zip((t.name for t in self.terms), values, strict=True))
-                means = binding.means_of_losses(named)
-                with torch.no_grad():
-                    to = self.update(z, binding.mean_of_direction(d))
+                means = binding.means_of_losses(named, self.what)
+                to, moved_weights, leaves = self.updated(z, d, False)
                 moved = self.finish(z, buffers, to, after, named, means, leaves=seen)
-                moved.moved = tuple(d)
+                moved.moved, moved.leaves_of_update = moved_weights, leaves
                 if within is not None:
                     within(moved)
                 return moved

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..binding import Inside
 from ..graph import State, checkpointing
-from ..kernels import full_precision
+from ..kernels import TakingDirection, full_precision
 from ..step import Evaluated, Step, gradient
 from . import plain
 from .base import Pulled, pull_through
@@ -38,10 +38,10 @@ def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor
 
 
 def _evaluate(step: Step, inside: Inside) -> Evaluated:
-    with LeanProducts(inside.weights.values()) as lean:
+    with LeanProducts(inside.weights.values(), inside.taking) as lean:
         weighted, values = step.losses(inside)
     with lean.taking_gradient():
-        direction = gradient(weighted, inside, True)
+        direction = gradient(weighted, inside, True, step.only)
     left_out = frozenset(n for n, w in inside.weights.items() if id(w) in lean.without_value)
     return Evaluated(weighted, values, direction, inside.buffers(), left_out)
 
@@ -117,9 +117,11 @@ _OPS: dict[object, Callable[..., tuple[Tensor, Tensor, Tensor | None, _Op]]] = {
 class LeanProducts(TorchFunctionMode):
     """In it, products with one of these weights have gradients `_WithoutValue`, in `taking_gradient` alone."""
 
-    def __init__(self, weights: Collection[Tensor]) -> None:
+    def __init__(self, weights: Collection[Tensor], taking: TakingDirection) -> None:
         super().__init__()
         self._ids = {id(x) for x in weights}
+        self._taking = taking
+        self._casts: dict[object, Tensor] = {}
         self.leaving_out = False
         self.without_value: set[int] = set()  # the weights, by id, whose gradient has a part that was left out
 
@@ -129,13 +131,24 @@ class LeanProducts(TorchFunctionMode):
             x, w, b, op = _OPS[func](*args, **kwargs)
             lower, low = _autocast_type(w), w
             if lower is not None:  # as autocast does it, but where we see it
-                x, low = (t if t.dtype == torch.float64 else t.to(lower) for t in (x, w))
-                b = b if b is None else b.to(low.dtype)
+                x, low = self._cast(x, lower), self._cast(w, lower)
+                b = b if b is None else self._cast(b, lower)
             if op.fits(x, low):
                 self.without_value.add(id(w))
                 with full_precision():
                     return _Product.apply(self, op, x, low, b)
         return func(*args, **kwargs)
+
+    def _cast(self, x: Tensor, lower: torch.dtype) -> Tensor:
+        """x in the lower type: once for all uses of a weight in a loss, as autocast does it."""
+        if x.dtype == torch.float64:
+            return x
+        if not (x.is_leaf and x.requires_grad and torch.is_autocast_cache_enabled()):
+            return x.to(lower)
+        key = id(x), lower, self._taking.losses
+        if key not in self._casts:
+            self._casts[key] = x.to(lower)
+        return self._casts[key]
 
     @contextmanager
     def taking_gradient(self) -> Generator[None]:
@@ -163,11 +176,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, lean: LeanProducts, op: _Op, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
         ctx.lean, ctx.op = lean, op
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, w)
         return op(x, w, b)
 
     @staticmethod
-    def backward(ctx: Any, y: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, y: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if y is None:  # a gradient that was stopped is none, and not zeros
+            return (None,) * 5
         x, w = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[2:])
         if not ctx.lean.leaving_out:
