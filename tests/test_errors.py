@@ -36,7 +36,8 @@ def step_with(model, h, g, x, y, **options):
     [
         (lambda m, x: m(x), ValueError, r"{} must return a scalar, got a tensor of shape \(6, 2\).*\.mean\(\)"),
         (lambda m, x: m(x).sum().item(), TypeError, r"{} must return a scalar tensor, got float.*loss\.item\(\)"),
-        (lambda m, x: (m(x).sum(), 1), TypeError, r"{} must return a scalar tensor, got tuple"),
+        (lambda m, x: (m(x).sum(), 1, 2), TypeError, r"{} must return a scalar tensor, got tuple"),
+        (lambda m, x: (1.0, m(x)), TypeError, r"{} must return a scalar tensor, got float"),
         (lambda m, x: None, TypeError, r"{} must return a scalar tensor, got NoneType"),
         (lambda m, x: m(x).argmax(), TypeError, r"{} must return a real floating-point loss, got torch.int64"),
         (lambda m, x: m(x).sum().detach(), ValueError, r"{} does not depend on the weights"),

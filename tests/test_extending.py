@@ -31,13 +31,13 @@ def names(monkeypatch):
 
 
 def test_each_is_under_thirty_lines():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
     assert all(len([line for line in block.splitlines() if line.strip()]) < 30 for block in BLOCKS)
 
 
 def test_names_from_the_top_are_enough():
     imports = re.findall(r"^ *(?:import|from) +([\w.]+)", "\n".join(BLOCKS), re.MULTILINE)
-    assert set(imports) == {"bilevel_plugin", "dataclasses"}
+    assert set(imports) == {"bilevel_plugin", "dataclasses", "torch"}
     used = set(re.findall(r"\bbilevel\.(\w+)", "\n".join(BLOCKS)))
     assert {"StepRule", "Engine", "Tape", "Gradients"} <= used <= set(bilevel.__all__)
 
@@ -119,8 +119,35 @@ def test_the_update_under_every_engine(engine, names):
 
     model = ridge.model()
     optimizer = torch.optim.SGD(model.parameters(), 0.2, momentum=0.5)
-    with bilevel.inner(model, ridge.h, ridge.g, solver="gd", optimizer=optimizer, clip=clip, engine=engine) as loop:
+    with bilevel.inner(
+        model, ridge.h, ridge.g, solver="gd", optimizer=optimizer, direction=clip, engine=engine
+    ) as loop:
         loop.run(8)
         assert float(loop.value) == pytest.approx(plain(), rel=1e-12)
         grad = float(loop.hypergrad(ridge.lam))
     assert grad == pytest.approx(differences(plain, ridge.lam, torch.ones_like(ridge.lam)), rel=1e-8)
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward", "rerun", bilevel.Reverse(checkpoint=3)])
+def test_the_optimizer_under_every_engine(engine, names):
+    """Against central differences of its own steps, written out."""
+    ridge, (lr, decay) = Ridge.random(), (0.05, 0.1)
+
+    def plain():
+        model = ridge.model()
+        w, m = model.w.detach().clone(), torch.zeros_like(model.w)
+        for _ in range(6):
+            model.w.data = w
+            d = torch.autograd.grad(ridge.h(model), model.w)[0]
+            w = w - lr * (torch.tanh(100 * (0.9 * m + 0.1 * d)) + decay * w)
+            m = 0.99 * m + 0.01 * d
+        model.w.data = w
+        return float(ridge.g(model).detach())
+
+    model = ridge.model()
+    optimizer = names["Lion"](model.parameters(), lr=lr, weight_decay=decay)
+    with bilevel.inner(model, ridge.h, ridge.g, solver="gd", optimizer=optimizer, engine=engine) as loop:
+        loop.run(6)
+        assert float(loop.value) == pytest.approx(plain(), rel=1e-12)
+        grad = float(loop.hypergrad(ridge.lam))
+    assert grad == pytest.approx(differences(plain, ridge.lam, torch.ones_like(ridge.lam)), rel=1e-6)
