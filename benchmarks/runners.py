@@ -8,7 +8,6 @@ and a line in RUNNERS.
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import importlib.metadata
@@ -46,7 +45,6 @@ class Runner:
     module: str = ""
     only: str = ""  # the problems it is for, as a prefix; all if empty
     absent: str = ""  # why it is a row without figures
-    stand_in: str = ""  # what runs where the package can't be imported, if anything does
     part: tuple[str, str] = ("", "")  # a module that should load, and what it means if it does not
     too_long: tuple[str, str, str] = ("", "", "")  # a problem, its sizes, and why it takes too long there
     compiled: bool = False  # then operators can't be counted from outside, and the first run is no measure
@@ -59,12 +57,10 @@ class Runner:
         if problem and problem == self.too_long[0] and size in self.too_long[1].split():
             return self.too_long[2]
         found = importable(self.module)
-        return self.absent or ("" if found is True or self.stand_in else f"not installed: {found}")
+        return self.absent or ("" if found is True else f"not installed: {found}")
 
     def remark(self) -> str:
         """What a reader of its row should know."""
-        if self.stand_in and importable(self.module) is not True:
-            return self.stand_in
         return self.part[1] if self.part[0] and importable(self.part[0]) is not True else ""
 
     def version(self) -> str | None:
@@ -228,9 +224,7 @@ def torchopt(p: Problem) -> Run:
 
 
 def learn2learn(p: Problem) -> Run:
-    """`MAML.clone` and `adapt`; where it is not installed, the same update on a module of ours."""
-    found = importable("learn2learn") is True
-    maml: Any = quietly("learn2learn.algorithms").MAML(p.model, lr=p.lr) if found else Maml(p.model, p.lr)
+    maml: Any = quietly("learn2learn.algorithms").MAML(p.model, lr=p.lr)
 
     def run() -> list[Tensor]:
         inner, outer = p.batches()
@@ -240,26 +234,6 @@ def learn2learn(p: Problem) -> Run:
         return list(torch.autograd.grad(p.g(learner, *outer), p.outer))
 
     return run
-
-
-class Maml:
-    """learn2learn's rule: the tensors of a copy of the module are replaced by p − lr·∂loss/∂p."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self.model, self.lr = model, lr
-
-    def __call__(self, *args: Any) -> Any:
-        return self.model(*args)
-
-    def clone(self) -> Maml:
-        memo = {id(p): p.clone() for p in self.model.parameters()}
-        return Maml(copy.deepcopy(self.model, memo), self.lr)  # type: ignore[arg-type]
-
-    def adapt(self, loss: Tensor) -> None:
-        slots = [(m, n, p) for m in self.model.modules() for n, p in m._parameters.items() if p is not None]
-        grads = torch.autograd.grad(loss, [p for _, _, p in slots], create_graph=True)
-        for (module, name, p), grad in zip(slots, grads, strict=True):
-            module._parameters[name] = p - self.lr * grad  # type: ignore[assignment]
 
 
 def betty(p: Problem) -> Run:
@@ -356,10 +330,7 @@ RUNNERS = [
         "TorchOpt", "peer", torchopt, "torchopt", "torchopt",
         part=("torchopt._C", "its C++ part does not load beside this torch: Python in its place, and no word of it"),
     ),
-    Runner(
-        "learn2learn", "peer", learn2learn, "learn2learn", "learn2learn",
-        stand_in="not the package, which is not installed (its release does not build on Python 3.11): its update rule",
-    ),
+    Runner("learn2learn", "peer", learn2learn, "learn2learn", "learn2learn"),
     Runner("Betty", "peer", betty, "betty-ml", "betty"),
     Runner("BOAT", "peer", boat, "boat-torch", "boat_torch"),
     Runner("hypertorch", "peer", nothing, absent="not on the package index, where that name is a hypergraph library"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,3 +103,33 @@ class Episodes:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._generator.set_state(state["generator"])
+
+
+def collect_tasks(sample: Callable[[], Pair], *, tasks: int, ways: int, shots: int) -> Iterator[Batch]:
+    """Batches without end from a source that hands out one task at a time: `collect_tasks(taskset.sample, ...)`.
+
+    sample: gives (images, labels) of one task, shots and queries together and in any order, as a TaskDataset of
+        learn2learn does. Labels are 0, …, ways − 1 (its RemapLabels), as many of each.
+    shots: the first so many images of each class are its support set, the others its queries.
+    """
+    while True:
+        parts = zip(*(_support_and_query(*sample(), ways, shots) for _ in range(tasks)), strict=True)
+        x, y, x_query, y_query = (torch.stack(part) for part in parts)
+        yield (x, y), (x_query, y_query)
+
+
+def _support_and_query(x: Tensor, y: Tensor, ways: int, shots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    labels, counts = y.unique(return_counts=True)
+    if labels.tolist() != list(range(ways)):
+        raise ValueError(
+            f"recipes.few_shot: a task of {ways} ways has labels 0, …, {ways - 1}; got {labels.tolist()}. In "
+            "learn2learn, NWays says how many there are, and RemapLabels, after LoadData, counts them from 0"
+        )
+    if len(x) != len(y) or len(set(counts.tolist())) > 1 or int(counts[0]) <= shots:
+        raise ValueError(
+            f"recipes.few_shot: a task has {len(x)} images, and of each label {counts.tolist()}; wanted are as many of "
+            f"each, and more than shots={shots}, so that queries are left. In learn2learn, KShots draws shots + queries"
+        )
+    rows = y.argsort(stable=True).view(ways, -1).T  # a sample of each class after the other, as in Episodes
+    support, query = rows[:shots].flatten(), rows[shots:].flatten()
+    return x[support], y[support], x[query], y[query]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 
-from .episodes import Images
-from .train import chunk_size, encode, loss, prepare, zero_head
+from .episodes import Batch, Images
+from .train import chunk_size, encode, encode_task, loss, prepare, zero_head
 
 AT_ONCE = 200  # tasks whose heads are adapted together
 
@@ -68,6 +69,41 @@ def evaluate(
         }.items():
             found.setdefault(name, []).append(right.float().mean(1))
     return {name: score(torch.cat(parts)) for name, parts in found.items()}
+
+
+def evaluate_tasks(
+    encoder: nn.Module,
+    batches: Iterable[Batch],
+    ways: int,
+    *,
+    lr: float,
+    steps: Sequence[int] = (5,),
+    features: str = "sphere",
+    episodes: int = 600,
+    batchnorm: str = "running",
+    chunk: int = 220,
+) -> dict[str, Score]:
+    """`evaluate` on tasks from anywhere: batches as `meta_train` takes them, until there were `episodes` tasks.
+
+    It encodes the images of each task anew, where `evaluate` encodes each image of the set once.
+    """
+    training = encoder.training
+    judged = copy.deepcopy(encoder).train() if batchnorm == "task" else encoder.eval()  # its statistics will move
+    found, done = dict[str, list[Tensor]](), 0
+    for (x, y), (x_query, y_query) in batches:
+        with torch.no_grad():
+            support, query = encode_task(judged, x, x_query, batchnorm, chunk)
+        member = F.one_hot(y, ways).to(support)
+        means = member.mT @ support / member.sum(1).unsqueeze(-1)
+        right = {"nearest mean": nearest_mean(means, query) == y_query}
+        support, query = prepare(features)(support, query)
+        for name, part in {**adapted(support, y, query, y_query, ways, bilevel.GD(lr), steps), **right}.items():
+            found.setdefault(name, []).append(part.float().mean(1))
+        done += len(x)
+        if done >= episodes:
+            break
+    encoder.train(training)
+    return {name: score(torch.cat(parts)[:episodes]) for name, parts in found.items()}
 
 
 @torch.no_grad()
