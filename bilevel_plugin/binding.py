@@ -387,6 +387,17 @@ class Binding:
     def _buffers_inside(self) -> State:
         return {n: holder[name] for holder, name, n in self._buffer_places}
 
+    def buffers_of(self, modules: Sequence[nn.Module]) -> State:
+        """The buffers that are in these modules just now."""
+        holders = {id(m._buffers) for m in modules}
+        return {n: holder[name] for holder, name, n in self._buffer_places if id(holder) in holders}
+
+    def put_buffers(self, buffers: State) -> None:
+        """Put these in the places of the buffers of the same names, for the rest of an evaluation."""
+        for holder, name, n in self._buffer_places if buffers else ():
+            if n in buffers:
+                holder[name] = buffers[n]
+
     def twice_differentiable(self, statistics: TakingDirection | None = None) -> AbstractContextManager[Any]:
         """Keep out the kernels whose second derivative is missing or wrong; those of running statistics, if asked."""
         return twice_differentiable(

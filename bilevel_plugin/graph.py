@@ -190,11 +190,12 @@ def find_leaves(
     *,
     twice: bool = False,
     since: int | None = None,
+    older: list[Any] | None = None,
 ) -> tuple[list[Tensor], bool]:
     """The leaves that the graph of root ends in, other than the state and the known ones; whether it meets the state.
 
     With `twice`, what has no second derivative is refused on the way. With `since`, so is a node that reads the state
-    and is older than that.
+    and is older than that; any other that is older is added to `older`.
     """
     state = tuple(state)
     ids = {id(x) for x in state}
@@ -203,9 +204,8 @@ def find_leaves(
     found: list[Tensor] = []
     met = False
     for node in nodes([root], stop):
-        kind = type(node)
-        if kind is _LEAF:
-            leaf: Tensor = getattr(node, "variable")  # noqa: B009 (the annotations do not know it)
+        kind, leaf = type(node), leaf_of(node)
+        if leaf is not None:
             met = met or id(leaf) in ids
             if id(leaf) not in passed:
                 found.append(leaf)
@@ -215,8 +215,11 @@ def find_leaves(
             continue
         if twice and (kind in _SUSPECTS or _is_suspect(kind)):
             _refuse_node(node)
-        if since is not None and node._sequence_nr() < since and _reads(node, ids, stop):
-            raise ValueError(GRAPH_TO_WEIGHTS)
+        if since is not None and node._sequence_nr() < since:
+            if _reads(node, ids, stop):
+                raise ValueError(GRAPH_TO_WEIGHTS)
+            if older is not None:
+                older.append(node)
     return found, met
 
 
@@ -227,16 +230,15 @@ GRAPH_TO_WEIGHTS = (
 )
 
 
-def _leaf_of(node: Any) -> Tensor:
-    return node.variable
+def leaf_of(node: Any) -> Tensor | None:
+    """The leaf that a node of a graph stands for; None for any other node."""
+    return getattr(node, "variable") if type(node) is _LEAF else None  # noqa: B009 (the annotations do not know it)
 
 
 def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
     """Whether a node reads one of these leaves, or a tensor that one of these nodes made."""
-    for edge, _ in node.next_functions:
-        if edge is not None and (edge in stop or (type(edge) is _LEAF and id(_leaf_of(edge)) in leaves)):
-            return True
-    return False
+    edges = (edge for edge, _ in node.next_functions if edge is not None)
+    return any(edge in stop or id(leaf_of(edge)) in leaves for edge in edges)
 
 
 def reaches(roots: Iterable[Tensor], leaves: Collection[int], stop: Collection[Any], since: int) -> bool:
@@ -261,10 +263,11 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
     old: set[int] = set()
     for node in nodes(roots):
         for edge, _ in node.next_functions:
-            if edge is not None and type(edge) is _LEAF:
-                found[id(_leaf_of(edge))] = _leaf_of(edge)
+            leaf = leaf_of(edge)
+            if leaf is not None:
+                found[id(leaf)] = leaf
                 if node._sequence_nr() < since:
-                    old.add(id(_leaf_of(edge)))
+                    old.add(id(leaf))
     return [x for key, x in found.items() if key not in old]
 
 

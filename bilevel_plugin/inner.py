@@ -136,9 +136,9 @@ class Inner:
         self._optimizers, self._formula = resolve_optimizer(optimizer)
         if self._optimizers and isinstance(lr, (int, float)):
             raise ValueError(
-                f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its own. Leave "
-                "lr out, or leave the optimizer out. (A tensor, or a function of k, as lr= multiplies the optimizer's "
-                "rates.)"
+                f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its own. "
+                "Leave lr out, or leave the optimizer out. (A tensor, or a function of k, as lr= multiplies the "
+                "optimizer's rates.)"
             )
         self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)

@@ -111,6 +111,7 @@ class TakingDirection:
         self.losses = 0  # that were evaluated so far
         self.stops = False  # `stop_gradient` was called
         self.without_graph = False  # a statistic was updated under activation checkpointing
+        self.replaying_block = False  # a block is run again in the backward pass, buffers and all (pullback/blocks.py)
 
 
 class _ConstantInStep(torch.autograd.Function):
@@ -258,7 +259,8 @@ class RunningStatistics(TorchFunctionMode):
 
     def _update(self, mean: Tensor, var: Tensor, x: Tensor, dims: list[int], momentum: float) -> None:
         """The statistics over some dimensions; InstanceNorm averages those of its samples."""
-        if checkpointing() or torch._C._current_graph_task_id() != -1:  # pyright: ignore
+        in_backward = torch._C._current_graph_task_id() != -1 and not self._taking.replaying_block  # pyright: ignore
+        if checkpointing() or in_backward:
             # once in the forward pass, and once more as it is run again in the backward pass
             self._taking.without_graph = True
             x = x.detach()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .binding import AUX, NESTED, OWNER, Binding, Inside, Loss, WithKeywords, code_of, evaluating_loss, scalar
+from .conditions import undisturbed
 from .graph import (
     Gradients,
     Pairs,
@@ -31,7 +32,7 @@ from .hypergrad import Engine
 from .hypergrad.base import End
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
-from .replay import Conditions, RecordedStep, refuse_hidden_parameter, undisturbed
+from .replay import Conditions, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule, Value
 from .step import LossMonitor, Moved, Step, Term, disconnected

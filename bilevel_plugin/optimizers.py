@@ -30,6 +30,7 @@ class Rule:
     elementwise: bool = False  # it takes any leading dimension: that of the tasks
     affine: bool = False  # its derivative does not read the numbers of w and d
     counts: bool = False  # torch keeps the number of updates in the state, as "step"
+    direction: Callable[..., Tensor | None] | None = None  # d from (w, state, new state, **options), where they tell it
 
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {}
@@ -87,14 +88,38 @@ _NO_RULE = {
 }
 
 
-def _registered(name: str, *, elementwise: bool = True, affine: bool = False, counts: bool = True) -> Callable[[F], F]:
+def _registered(
+    name: str,
+    *,
+    elementwise: bool = True,
+    affine: bool = False,
+    counts: bool = True,
+    direction: Callable[..., Tensor | None] | None = None,
+) -> Callable[[F], F]:
     def register(formula: F) -> F:
         kind = getattr(torch.optim, name, None)  # Muon came with torch 2.9
         if kind is not None:
-            RULES[kind] = Rule(formula, elementwise, affine, counts)
+            RULES[kind] = Rule(formula, elementwise, affine, counts, direction)
         return formula
 
     return register
+
+
+def _direction_by_average(
+    w: Tensor, state: Held, new: Held, *, betas: Any, weight_decay: Any, maximize: bool,
+    decoupled_weight_decay: bool = False, **_: Any,
+) -> Tensor | None:  # fmt: skip
+    """d from m⁺ = m + (1 − β₁)·(d − m), to rounding: the error is 1/(1 − β₁) units of the larger of |m| and |d|.
+
+    None where that would be more than a hundred units, or where the type is too coarse for it.
+    """
+    if isinstance(betas[0], Tensor) or betas[0] > 0.99 or w.dtype not in (torch.float32, torch.float64):
+        return None
+    m, old = new["exp_avg"], state.get("exp_avg")
+    d = m / (1 - betas[0]) if old is None else old + (m - old) / (1 - betas[0])
+    if is_on(weight_decay) and not decoupled_weight_decay:
+        d = _plus(d, -weight_decay, w)
+    return -d if maximize else d
 
 
 def is_on(option: Any) -> bool:
@@ -171,8 +196,8 @@ def sgd(
     return _plus(w, -lr, _plus(d, momentum, b) if nesterov else b), {"momentum_buffer": b}
 
 
-@_registered("Adam")
-@_registered("AdamW")
+@_registered("Adam", direction=_direction_by_average)
+@_registered("AdamW", direction=_direction_by_average)
 def adam(
     w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, count: int,
     maximize: bool, decoupled_weight_decay: bool = False, **_: Any,
@@ -197,7 +222,7 @@ def _moments(d: Tensor, state: Held, betas: Any) -> tuple[Tensor, Tensor]:
     return _average(state.get("exp_avg"), d, betas[0]), _average_of_squares(state.get("exp_avg_sq"), d, betas[1])
 
 
-@_registered("NAdam")
+@_registered("NAdam", direction=_direction_by_average)
 def nadam(
     w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, momentum_decay: Any,
     count: int, maximize: bool, decoupled_weight_decay: bool, **_: Any,
@@ -214,7 +239,7 @@ def nadam(
     return w, {"exp_avg": m, "exp_avg_sq": v, "mu_product": product}
 
 
-@_registered("RAdam")
+@_registered("RAdam", direction=_direction_by_average)
 def radam(
     w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, count: int, maximize: bool,
     decoupled_weight_decay: bool, **_: Any,

@@ -14,9 +14,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .binding import NESTED, OWNER, Binding, code_of, evaluating_loss
+from .conditions import random_states, set_modes, set_random_states
 from .graph import (
     GRAPH_TO_WEIGHTS,
     Gradients,
@@ -45,7 +46,7 @@ class Conditions:
         self._binding = binding
         self._modes = [m.training for m in binding.modules]
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
-        self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
+        self._random: dict[torch.device | None, Tensor] | None = random_states(binding.devices)
 
     def __eq__(self, other: object) -> bool:
         """Whether two calls that drew no random numbers saw the same."""
@@ -66,7 +67,7 @@ class Conditions:
 
     def end_of_call(self) -> None:
         """Drop the random state if nothing was drawn from it."""
-        now = _random_states(self._binding.devices)
+        now = random_states(self._binding.devices)
         if self._random is not None and all(same_bits(s, now[d]) for d, s in self._random.items()):
             self._random = None
 
@@ -83,56 +84,18 @@ class Conditions:
         modules = self._binding.modules
         with EXCLUSIVE, ExitStack() as stack:
             modes = [m.training for m in modules]
-            random = None if self._random is None else _random_states(self._binding.devices)
+            random = None if self._random is None else random_states(self._binding.devices)
             for kind, (on, dtype) in self._autocast.items():
                 on = on and autocast
                 if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))
             try:
-                _set_modes(modules, self._modes)
-                _set_random_states(self._random)
+                set_modes(modules, self._modes)
+                set_random_states(self._random)
                 yield
             finally:
-                _set_modes(modules, modes)
-                _set_random_states(random)
-
-
-@contextmanager
-def undisturbed(binding: Binding) -> Generator[None]:
-    """Modes that a loss sets inside do not stay, and random numbers that it draws are drawn again by what comes after.
-
-    So a look at g changes nothing, and `hypergrad` differentiates the very value that `loop.value` has.
-    """
-    modes, random = [m.training for m in binding.modules], _random_states(binding.devices)
-    try:
-        yield
-    finally:
-        _set_modes(binding.modules, modes)
-        _set_random_states(random)
-
-
-def _set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
-    for module, mode in zip(modules, modes, strict=True):
-        if module.training != mode:
-            module.training = mode
-
-
-def _random_states(devices: set[torch.device]) -> dict[torch.device | None, Tensor]:
-    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
-    for d in devices:
-        module = torch.get_device_module(d)
-        states[d] = module.get_rng_state() if d.type == "mps" else module.get_rng_state(d)
-    return states
-
-
-def _set_random_states(states: dict[torch.device | None, Tensor] | None) -> None:
-    for d, state in (states or {}).items():
-        if d is None:
-            torch.set_rng_state(state)
-        elif d.type == "mps":
-            torch.get_device_module(d).set_rng_state(state)
-        else:
-            torch.get_device_module(d).set_rng_state(state, d)
+                set_modes(modules, modes)
+                set_random_states(random)
 
 
 class RecordedStep:
@@ -216,8 +179,11 @@ class RecordedStep:
         if moved.leaves is not None:
             ids = {id(x) for x in stand_ins}
             self._add_leaves(x for x in moved.leaves if id(x) not in ids)
+        older: list[Any] = []
         for name, value in zip(self._names, moved.weighted, strict=False):
-            self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins, since))
+            self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins, since, older))
+        # compiled losses have no graph to look at, nor one to let go
+        self.step.runs_into_other_graphs = bool(older) or not moved.weighted
         for option in self.step.update.options:
             self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
         cut = {id(x) for x in stand_ins}
@@ -278,11 +244,22 @@ class RecordedStep:
         self._check_values(moved.values)
         return Traced(moved.at, moved.to, self.cut, self.leaves)
 
-    def pull(self, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients, how: Pull) -> Pulled:
-        """a·∂Φ/∂z at z; a·∂Φ/∂λ is added to the sums, for `inputs`, or for every leaf if None."""
+    def pull(
+        self,
+        z: State,
+        a: State,
+        inputs: Sequence[Tensor] | None,
+        into: Gradients,
+        how: Pull,
+        after: State | None = None,
+    ) -> Pulled:
+        """a·∂Φ/∂z at z; a·∂Φ/∂λ is added to the sums, for `inputs`, or for every leaf if None.
+
+        `after` is the state that the step went to, where it is known.
+        """
         wanted = self.leaves if inputs is None else inputs
         with self._replaying():
-            pulled = how(self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted])
+            pulled = how(self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted], after)
         self._check_values(pulled.values)
         into.collect(self.cut, wanted, pulled.wanted)
         return pulled
@@ -335,10 +312,19 @@ class RecordedStep:
 
 
 def leaves_of_loss(
-    name: str, value: Tensor, state: State, binding: Binding, known: Sequence[Tensor], since: int
+    name: str,
+    value: Tensor,
+    state: State,
+    binding: Binding,
+    known: Sequence[Tensor],
+    since: int,
+    older: list[Any] | None = None,
 ) -> list[Tensor]:
-    """The outer variables that the loss depends on; refuses a loss that does not depend on the weights as it should."""
-    found, connected = find_leaves(value, state.values(), known, twice=True, since=since)
+    """The outer variables that the loss depends on; refuses a loss that does not depend on the weights as it should.
+
+    Nodes of its graph that were made before the step go to `older`.
+    """
+    found, connected = find_leaves(value, state.values(), known, twice=True, since=since, older=older)
     if any(getattr(x, OWNER, None) is binding.token for x in found):
         raise ValueError(GRAPH_TO_WEIGHTS)
     if not binding.own_parameters:

@@ -57,7 +57,7 @@ class Moved:
 class Step:
     """Φ_k: z ↦ z⁺ = Υ_k(z, ∇_w Σ c·loss), for all weights w or `only` some."""
 
-    __slots__ = ("binding", "k", "only", "terms", "update", "weights")
+    __slots__ = ("binding", "directed", "k", "only", "runs_into_other_graphs", "terms", "update", "weights")
 
     def __init__(
         self,
@@ -72,6 +72,8 @@ class Step:
         used = [i for i, c in enumerate(weights) if isinstance(c, Tensor) or c != 0]
         self.terms = tuple(terms[i] for i in used)
         self.weights = tuple(weights[i] for i in used)
+        self.directed: tuple[str, ...] = ()  # the weights that have a direction, once the step was taken
+        self.runs_into_other_graphs = True  # a loss uses a tensor with a graph of its own; known once it was taken
 
     @property
     def what(self) -> str:
@@ -115,6 +117,7 @@ class Step:
         update, binding = self.update, self.binding
         with full_precision(), torch.set_grad_enabled(graph):
             d = binding.mean_of_direction(direction)
+            self.directed = tuple(d)
             if not update.closes_over:
                 return update(at, d), update.moves(at, d), ()
         with full_precision(), torch.enable_grad():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -68,8 +68,12 @@ class Update(ABC):
     def __call__(self, z: State, d: State) -> State:
         """z⁺, in differentiable operations."""
 
-    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor]) -> PulledUpdate:
-        """Pull the adjoint a through Υ, by autograd."""
+    def direction_between(self, z: State, to: State, names: Iterable[str]) -> State | None:
+        """The direction of these weights by which Υ took z to z⁺, where the two states tell it; else None."""
+        return None
+
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
+        """Pull the adjoint a through Υ, by autograd. Without `end`, z⁺ is not returned."""
         at = {n: x.detach().requires_grad_() for n, x in z.items() if x.is_floating_point()}
         direction = {n: x.detach().requires_grad_() for n, x in d.items()}
         with torch.enable_grad():
@@ -83,7 +87,7 @@ class Update(ABC):
             )
         first, second = len(at), len(at) + len(direction)
         return PulledUpdate(
-            {n: x.detach() for n, x in to.items()},
+            {n: x.detach() for n, x in to.items()} if end else {},
             {n: g for n, g in zip(at, grads, strict=False) if g is not None},
             {n: g for n, g in zip(direction, grads[first:second], strict=True) if g is not None},
             grads[second:],
@@ -139,12 +143,13 @@ class Descent(Update):
             return {n: x - lr * d[n] if n in d else x for n, x in z.items()}
         return {n: torch.sub(x, d[n], alpha=lr) if n in d else x for n, x in z.items()}
 
-    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor]) -> PulledUpdate:
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
         if self.options:
-            return super().pull(z, d, a, wanted)
+            return super().pull(z, d, a, wanted, end=end)
         with torch.no_grad():
             u = {n: x * -self.lr for n, x in a.items() if n in d}
-            return PulledUpdate(self(z, d), {n: x for n, x in a.items() if n in z}, u, [None] * len(wanted))
+            to = self(z, d) if end else {}
+            return PulledUpdate(to, {n: x for n, x in a.items() if n in z}, u, [None] * len(wanted))
 
 
 @dataclass
@@ -323,6 +328,30 @@ class _Group(NamedTuple):
     rule: Rule
 
 
+_PART = 2**24  # bytes of weights whose updates are differentiated in one go
+
+
+def _parts(d: State) -> list[set[str]]:
+    """The weights in sets of about so many bytes: one set, if there are no more."""
+    parts, room = [set[str]()], _PART
+    for n, x in d.items():
+        if parts[-1] and x.nbytes > room:
+            parts, room = [*parts, set[str]()], _PART
+        parts[-1].add(n)
+        room -= x.nbytes
+    return parts
+
+
+def weight_of(key: str) -> str:
+    """The weight that a tensor of the state belongs to: itself, or that of an optimizer's tensor."""
+    return key.rpartition("@")[0] or key
+
+
+def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    """The sum, where None is 0."""
+    return x if y is None else y if x is None else x + y
+
+
 def held_by(name: str, z: State) -> State:
     """The optimizer's tensors for one weight."""
     begin = f"{name}@"
@@ -361,6 +390,37 @@ class FormulaStep(Update):
                     )
                     new.update({f"{n}@{key}": x for key, x in state.items()})
         return new
+
+    def direction_between(self, z: State, to: State, names: Iterable[str]) -> State | None:
+        wanted, found = set(names), dict[str, Tensor]()
+        with torch.no_grad():
+            for held, options, rule in self.groups:
+                for n in wanted.intersection(held):
+                    state, new = held_by(n, z), held_by(n, to)
+                    d = None if rule.direction is None or not new else rule.direction(z[n], state, new, **options)
+                    if d is None:
+                        return None
+                    found[n] = d.detach()
+        return found if found.keys() == wanted else None
+
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
+        """Pull the adjoint a through Υ, some weights at a time: the graph of all takes several times their bytes."""
+        parts = _parts(d) if all(rule.elementwise for *_, rule in self.groups) else [set(d)]
+        if len(parts) == 1:
+            return super().pull(z, d, a, wanted, end=end)
+        whole = PulledUpdate(
+            {}, {n: x for n, x in a.items() if n in z and weight_of(n) not in d}, {}, [None] * len(wanted)
+        )
+        if end:
+            whole.to.update({n: x for n, x in z.items() if weight_of(n) not in d})
+        for names in parts:
+            its_z, its_d, its_a = ({n: x for n, x in s.items() if weight_of(n) in names} for s in (z, d, a))
+            part = super().pull(its_z, its_d, its_a, wanted, end=end)
+            whole.to.update(part.to)
+            whole.adjoint.update(part.adjoint)
+            whole.cotangent.update(part.cotangent)
+            whole.wanted = [add(x, y) for x, y in zip(whole.wanted, part.wanted, strict=True)]
+        return whole
 
     def _one(self, rule: Rule, w: Tensor, d: Tensor, state: State, options: dict[str, Any]) -> tuple[Tensor, Held]:
         if rule.elementwise:
@@ -419,7 +479,7 @@ class Accumulate(Update):
     def __call__(self, z: State, d: State) -> State:
         return {**z, **{f"{n}{SUM}": z[f"{n}{SUM}"] + x if f"{n}{SUM}" in z else x for n, x in d.items()}}
 
-    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor]) -> PulledUpdate:
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
         with torch.no_grad():
             u = {n: a[f"{n}{SUM}"] for n in d if f"{n}{SUM}" in a}
             weights = {n: x for n, x in z.items() if not n.endswith(SUM)}  # the sum may not have been kept
@@ -453,6 +513,14 @@ class AfterAccumulation(Update):
 
     def __call__(self, z: State, d: State) -> State:
         return self.update({n: x for n, x in z.items() if not n.endswith(SUM)}, self._total(z, d))
+
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
+        with torch.no_grad():
+            total = self._total(z, d)
+        pulled = self.update.pull({n: x for n, x in z.items() if not n.endswith(SUM)}, total, a, wanted, end=end)
+        u = pulled.cotangent
+        pulled.adjoint.update({n: u[w] for n in z if n.endswith(SUM) and (w := n.removesuffix(SUM)) in u})
+        return replace(pulled, cotangent={n: x for n, x in u.items() if n in d})
 
 
 # --- functions of the direction ---
@@ -517,10 +585,31 @@ class Transformed(Update):
     def moves(self, z: State, d: State) -> Iterable[str]:
         return self.update.moves(z, d)
 
-    def __call__(self, z: State, d: State) -> State:
+    def _transformed(self, d: State) -> State:
         for transform in self.transforms:
             d = transform(d)
-        return self.update(z, d)
+        return d
+
+    def __call__(self, z: State, d: State) -> State:
+        return self.update(z, self._transformed(d))
+
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
+        leaves = {n: x.detach().requires_grad_() for n, x in d.items()}
+        with torch.enable_grad():
+            new = self._transformed(leaves)
+        pulled = self.update.pull(z, {n: x.detach() for n, x in new.items()}, a, wanted, end=end)
+        keys = [n for n in pulled.cotangent if new[n].requires_grad]
+        grads: Sequence[Tensor | None] = [None] * (len(leaves) + len(wanted))
+        if keys:
+            grads = torch.autograd.grad(
+                [new[n] for n in keys], [*leaves.values(), *wanted], [pulled.cotangent[n] for n in keys],
+                allow_unused=True, retain_graph=self.closes_over,
+            )  # fmt: skip
+        return replace(
+            pulled,
+            cotangent={n: g for n, g in zip(leaves, grads, strict=False) if g is not None},
+            wanted=[add(x, y) for x, y in zip(pulled.wanted, grads[len(leaves) :], strict=True)],
+        )
 
 
 def checked_direction(function: Transform | None, name: str = "direction=") -> Transform | None:

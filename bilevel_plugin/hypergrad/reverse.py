@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite
-from ..pullback import PULLBACKS, Pull
+from ..pullback import PULLBACKS, BlockByBlock, Pull
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
 from ..updates import SUM
@@ -43,6 +43,7 @@ class Reverse(Engine):
     memory: int | str | None = None
     offload: bool = False
     compile: bool = False
+    blocks: Any = None
 
     def __post_init__(self) -> None:
         wrong = self.checkpoint != "sqrt" if isinstance(self.checkpoint, str) else self.checkpoint < 1
@@ -75,7 +76,7 @@ class Reverse(Engine):
 class _ReverseTape(Tape):
     def __init__(self, options: Reverse) -> None:
         self._options = options
-        self._pull: Pull = PULLBACKS["lean"]
+        self._pull: Pull = PULLBACKS["lean"]() if options.blocks is None else BlockByBlock(options.blocks)
         self._compiler = None
         if options.compile:
             from ..pullback import compiled  # here, since torch's compiler takes a second to import
@@ -255,7 +256,7 @@ class _ReverseTape(Tape):
         after, new = self._last, a
         for step, z, traced in self._backwards():
             if traced is None:
-                pulled = step.pull(z, a, wanted, found, self._pull)
+                pulled = step.pull(z, a, wanted, found, self._pull, after)
                 step.check_end(z, pulled.to, after)
                 new = pulled.adjoint
                 del pulled

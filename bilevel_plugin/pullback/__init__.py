@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from . import lean, plain
 from .base import Pull, Pulled
+from .blocks import BlockByBlock
 
-PULLBACKS: dict[str, Pull] = {"plain": plain.pull, "lean": lean.pull}
+PULLBACKS: dict[str, Callable[[], Pull]] = {
+    "plain": lambda: plain.pull,
+    "lean": lambda: lean.pull,
+    "blocks": BlockByBlock,
+}
 
-__all__ = ["PULLBACKS", "Pull", "Pulled"]
+__all__ = ["PULLBACKS", "BlockByBlock", "Pull", "Pulled"]

@@ -7,7 +7,7 @@ The second part is the same for every optimizer. A pullback is one way to comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..binding import Inside
 from ..graph import State, vjp
 from ..step import Evaluated, Step, statistics_under_checkpointing
+from ..updates import PulledUpdate, add, weight_of
 
 
 @dataclass
@@ -27,7 +28,15 @@ class Pulled:
     values: State  # of the losses
 
 
-Pull = Callable[[Step, State, State, State, Sequence[Tensor]], Pulled]  # (step, z, buffers, a, wanted)
+Pull = Callable[[Step, State, State, State, Sequence[Tensor], State | None], Pulled]
+"""(step, z, buffers, a, wanted, the state after the step where it is known)"""
+
+
+def known_direction(step: Step, z: State, after: State | None) -> State | None:
+    """The direction of a step that was taken, as far as Υ's derivative reads its numbers; None if it is not known."""
+    if not step.update.reads_direction:
+        return {n: z[n].new_zeros(()).expand_as(z[n]) for n in step.directed}
+    return None if after is None else step.update.direction_between(z, after, step.directed)
 
 
 def pull_through(
@@ -37,12 +46,18 @@ def pull_through(
     a: State,
     wanted: Sequence[Tensor],
     evaluate: Callable[[Step, Inside], Evaluated],
+    known: State | None = None,
 ) -> Pulled:
-    """a·∂Φ/∂z and a·∂Φ for what is wanted; `evaluate` gives the step's direction with a graph."""
+    """a·∂Φ/∂z and a·∂Φ for what is wanted; `evaluate` gives the step's direction with a graph.
+
+    For weights whose direction has a graph but no numbers, `known` has the numbers.
+    """
     binding = step.binding
     with binding.inside(z, buffers, graph=True, statistics=bool(binding.moving)) as inside:
         found = evaluate(step, inside)
-        after_update = step.update.pull(z, binding.mean_of_direction(found.direction), a, wanted)
+        numbers = {n: x for n, x in (known or {}).items() if n in found.without_value}
+        direction = {**binding.mean_of_direction(found.direction), **numbers}
+        after_update = step.update.pull(z, direction, a, wanted)
         # a buffer that the step made state is not among what it was given
         followed = {n: b for n, b in found.buffers.items() if n in inside.statistics or (n in a and b.requires_grad)}
         outputs = {**found.direction, **followed}
@@ -53,27 +68,43 @@ def pull_through(
         if inside.taking.without_graph and any(n in a for n in followed):
             raise RuntimeError(statistics_under_checkpointing("g in training mode"))
         watched = list(inside.watched.values())
-        grads = vjp(outputs, along, [*inputs, *watched])
+        grads = vjp(outputs, along, [*inputs, *watched], retain_graph=step.runs_into_other_graphs)
         binding.warn_if_read(dict(zip(inside.watched, grads[len(inputs) :], strict=True)))
         grads = grads[: len(inputs)]
-        n = len(inside.leaves)
-        weights = binding.sum_over_ranks(grads[:n], list(inside.leaves.values()))
-    through_gradient = dict(zip((*inside.leaves, *inside.statistics), (*weights, *grads[n:]), strict=False))
-    adjoint = {name: x for name, x in after_update.adjoint.items() if name not in inside.statistics}
-    for name, x in through_gradient.items():
-        adjoint[name] = add(adjoint.get(name), x)  # pyright: ignore[reportArgumentType]
+    named = {**inside.leaves, **inside.statistics}
     unknown = found.without_value | frozenset(binding.statistics)
-    to = {name: x for name, x in after_update.to.items() if name.partition("@")[0] not in unknown}
+    to = {name: x for name, x in after_update.to.items() if weight_of(name) not in unknown}
     if not inside.taking.without_graph:
         to.update({name: x.detach() for name, x in followed.items()})
+    through = dict(zip(named, grads, strict=False))
+    return joined(step, after_update, through, inside.statistics, grads[len(named) :], to, found.values)
+
+
+def joined(
+    step: Step,
+    update: PulledUpdate,
+    through_gradient: dict[str, Tensor | None],
+    statistics: Collection[str],
+    wanted: Sequence[Tensor | None],
+    to: State,
+    values: State,
+) -> Pulled:
+    """a·∂Υ/∂(z, λ) + ∇_(w, λ) ⟨∇ℓ, u⟩, summed over the ranks for the weights. `through_gradient` is used up.
+
+    Υ leaves `statistics` alone: their adjoint is what came through the losses.
+    """
+    binding = step.binding
+    parameters = binding.parameters
+    weights = binding.sum_over_ranks([through_gradient.get(n) for n in parameters], list(parameters.values()))
+    through_gradient.update(zip(parameters, weights, strict=True))
+    del weights
+    adjoint: dict[str, Tensor | None] = {n: x for n, x in update.adjoint.items() if n not in statistics}
+    update.adjoint = {}
+    for n in list(through_gradient):
+        adjoint[n] = add(adjoint.pop(n, None), through_gradient.pop(n))
     return Pulled(
-        {name: x for name, x in adjoint.items() if x is not None},
-        [add(one, other) for one, other in zip(after_update.wanted, grads[len(inputs) - len(wanted) :], strict=True)],
+        {n: x for n, x in adjoint.items() if x is not None},
+        [add(one, other) for one, other in zip(update.wanted, wanted, strict=True)],
         to,
-        found.values,
+        values,
     )
-
-
-def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """The sum, where None is 0."""
-    return x if y is None else y if x is None else x + y

@@ -21,7 +21,7 @@ from ..graph import State, as_leaves, map_tensors
 from ..kernels import NORMALISATIONS, TakingDirection
 from ..step import Moved, Step
 from . import lean
-from .base import Pulled, add
+from .base import Pulled, joined, known_direction
 
 _CACHE: dict[object, _Functions] = {}  # a compiled function outlives the block that it was made in
 _MOST = 8
@@ -31,7 +31,6 @@ class _Functions:
     """For one model and its losses: the gradient, and its pullback."""
 
     def __init__(self, binding: Binding, losses: Sequence[Loss], only: frozenset[str] | None) -> None:
-        self.touched: frozenset[str] = frozenset()  # the weights that the losses read
         self._seen: list[Tensor] = []
         names, taking = tuple(binding.parameters), TakingDirection()
         moved = [n for n in names if only is None or n in only]
@@ -85,7 +84,6 @@ class _Functions:
         with config.patch(trace_autograd_ops=True):
             d, values, buffers = self._gradient({n: x.detach() for n, x in z.items()}, *args)
         d = {n: x for n, x in d.items() if x is not None}
-        self.touched = frozenset(d)
         seen, self._seen = self._seen, []  # the cache outlives the block, and must not hold what the block was given
         return d, values, buffers, seen
 
@@ -230,7 +228,9 @@ class CompiledStep(Step):
             self._compiler.look_at(self, before, not torch.equal(random, torch.get_rng_state()))
         return moved
 
-    def compiled_pull(self, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled | None:
+    def compiled_pull(
+        self, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None
+    ) -> Pulled | None:
         """a·∂Φ by compiled functions, or None where they can't."""
         binding = self.binding
         if self._seen is None or not self._compiler.is_known(self) or any(n in a for n in binding.statistics):
@@ -239,28 +239,23 @@ class CompiledStep(Step):
         w = {n: z[n] for n in binding.parameters}
         try:
             with binding.twice_differentiable():
-                if self.update.reads_direction or not functions.touched:
-                    d, *_ = functions.gradient(w, *arguments)
-                else:
-                    d = {n: z[n].new_zeros(()).expand_as(z[n]) for n in functions.touched}
-                update = self.update.pull(z, binding.mean_of_direction(d), a, wanted)
+                d = known_direction(self, z, after)
+                if d is None:
+                    d = binding.mean_of_direction(functions.gradient(w, *arguments)[0])
+                update = self.update.pull(z, d, a, wanted)
                 u = {n: x * binding.share for n, x in update.cotangent.items()}
                 grads, values = functions.pull(w, u, *arguments, wanted=wanted, seen=self._seen or ())
         except TorchDynamoException as error:
             self._compiler.failed(error)
             return None
-        n = len(w)
-        weights = binding.sum_over_ranks(grads[:n], list(w.values()))
-        adjoint = dict(update.adjoint)
-        for name, x in zip(w, weights, strict=True):
-            if (total := add(adjoint.get(name), x)) is not None:
-                adjoint[name] = total
-        rest = [add(x, y) for x, y in zip(update.wanted, grads[n:], strict=True)]
         named = dict(zip((t.name for t in self.terms), values, strict=True))
-        return Pulled(adjoint, rest, update.to if self.update.reads_direction else {}, named)
+        to = update.to if self.update.reads_direction else {}
+        return joined(self, update, dict(zip(w, grads, strict=False)), (), grads[len(w) :], to, named)
 
 
-def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
+def pull(
+    step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
+) -> Pulled:
     """The compiled pullback of a compiled step; for any other the lean one."""
-    found = step.compiled_pull(z, buffers, a, wanted) if isinstance(step, CompiledStep) else None
-    return lean.pull(step, z, buffers, a, wanted) if found is None else found
+    found = step.compiled_pull(z, buffers, a, wanted, after) if isinstance(step, CompiledStep) else None
+    return lean.pull(step, z, buffers, a, wanted, after) if found is None else found

@@ -1,6 +1,7 @@
 """Double backward without the numbers of the gradient.
 
-∇⟨∇ℓ, u⟩ takes the graph of ∇ℓ, not its numbers, unless the update reads them. Where a weight enters ℓ as y = op(x, w),
+∇⟨∇ℓ, u⟩ takes the graph of ∇ℓ, not its numbers, unless the update reads them and the states before and after the step
+do not tell them (Adam's do). Where a weight enters ℓ as y = op(x, w),
 a linear layer or a convolution, its gradient is a product of x and ∂ℓ/∂y, as large as those of a training step, that
 nobody would read. It is left out: `_WithoutValue` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its
 numbers.
@@ -25,16 +26,19 @@ from ..graph import State, checkpointing
 from ..kernels import TakingDirection, full_precision
 from ..step import Evaluated, Step, gradient
 from . import plain
-from .base import Pulled, pull_through
+from .base import Pulled, known_direction, pull_through
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
-    """∇⟨∇ℓ, u⟩ without the numbers of ∇ℓ; by `plain` where the update reads them, or losses are vmapped."""
-    if step.update.reads_direction or step.binding.vmaps_losses:
+def pull(
+    step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
+) -> Pulled:
+    """∇⟨∇ℓ, u⟩ without the numbers of ∇ℓ; by `plain` where they are not known otherwise, or losses are vmapped."""
+    known = known_direction(step, z, after)
+    if known is None or step.binding.vmaps_losses:
         return plain.pull(step, z, buffers, a, wanted)
-    return pull_through(step, z, buffers, a, wanted, _evaluate)
+    return pull_through(step, z, buffers, a, wanted, _evaluate, known)
 
 
 def _evaluate(step: Step, inside: Inside) -> Evaluated:
@@ -169,7 +173,8 @@ def _autocast_type(w: Tensor) -> torch.dtype | None:
 def _is_plain() -> bool:
     """Functional transforms, forward mode and activation checkpointing do not go with a function of this kind."""
     outside = torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
-    return outside and forward_ad._current_level < 0 and not checkpointing()  # pyright: ignore[reportPrivateUsage]
+    forward = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()  # pyright: ignore
+    return outside and not forward and not checkpointing()
 
 
 class _Product(torch.autograd.Function):

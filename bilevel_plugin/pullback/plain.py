@@ -12,7 +12,9 @@ from ..step import Evaluated, Step
 from .base import Pulled, pull_through
 
 
-def pull(step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
+def pull(
+    step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
+) -> Pulled:
     """∇⟨∇ℓ, u⟩ for any step."""
     return pull_through(step, z, buffers, a, wanted, _evaluate)
 

@@ -1,0 +1,528 @@
+"""Forward over reverse, block by block: the derivative of a step in about the memory of a plain training step.
+
+∇_(w, λ) ⟨∇ℓ, u⟩ is the tangent of the gradient of ℓ along u, if ∇ℓ is a gradient: second derivatives are symmetric. So
+the losses run on dual numbers (w, u), and one backward pass gives gradients whose tangents are what is wanted. A block
+f, one of the repeated modules of the model, keeps no more than its input x and the tangent ẋ of that:
+
+    forward    y, ẏ from (x, ẋ), without a graph
+    backward   given ȳ and its tangent: run f again; x̄, θ̄ = ∇⟨ȳ, f⟩, with a graph; then the tangents of x̄ and θ̄ are
+               ∇_(x, θ) [⟨(x̄, θ̄), (ẋ, u_θ)⟩ + ⟨ȳ̇, f⟩]
+
+What lies outside of the blocks runs on dual numbers as it is. (Kemaev et al. 2025, MixFlow-MG, is the idea in JAX.)
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..binding import Inside
+from ..conditions import RandomStates, random_states, set_modes, set_random_states, undisturbed
+from ..graph import State, explained, grad, leaf_of, nodes, same_bits, sequence_number
+from ..kernels import full_precision
+from ..step import Step
+from ..updates import PulledUpdate, add
+from . import lean
+from .base import Pulled, joined, known_direction
+from .lean import LeanProducts
+
+Which = str | type[nn.Module] | nn.Module | Sequence[type[nn.Module] | nn.Module]
+_tangents_enabled = forward_ad._set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage]
+
+
+class Unsuited(RuntimeError):
+    """Why a step can't be differentiated block by block."""
+
+
+class BlockByBlock:
+    """A pullback that goes through the chosen modules one by one; by `lean` where that can't be done, with a word."""
+
+    def __init__(self, which: Which = "auto") -> None:
+        self._which, self._off = checked(which), False
+
+    def __call__(
+        self, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
+    ) -> Pulled:
+        if not self._off:
+            binding = step.binding
+            modes, random = [m.training for m in binding.modules], random_states(binding.devices)
+            try:
+                return self._pull(step, z, buffers, a, wanted, after)
+            except Unsuited as why:
+                self._off = True
+                set_modes(binding.modules, modes)  # `lean` begins where this began
+                set_random_states(random)
+                warnings.warn(
+                    f"bilevel.Reverse: blocks= is off for this loop, which takes the memory of whole steps: {why}.",
+                    stacklevel=2,
+                )
+        return lean.pull(step, z, buffers, a, wanted, after)
+
+    def _pull(
+        self, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None
+    ) -> Pulled:
+        binding = step.binding
+        if not binding.own_parameters:
+            raise Unsuited("with tasks= the weights have a dimension that blocks do not know of")
+        if binding.stops_gradients:
+            raise Unsuited("a loss calls stop_gradient, and the derivative of its gradient is not symmetric")
+        modules = chosen(binding.model, self._which)
+        if not step.terms:  # a step on what was gathered is an update alone
+            return lean.pull(step, z, buffers, a, wanted, after)
+        if not modules:
+            raise Unsuited("the model has no ModuleList or Sequential with several modules of one class; name a class")
+        d = known_direction(step, z, after)
+        if d is None:
+            with undisturbed(binding), binding.inside(z, buffers) as inside:
+                d = binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
+        update = step.update.pull(z, d, a, wanted, end=False)
+        del d
+        return _pull_by_tangents(step, z, buffers, a, wanted, modules, update)
+
+
+def _pull_by_tangents(
+    step: Step,
+    z: State,
+    buffers: State,
+    a: State,
+    wanted: Sequence[Tensor],
+    modules: Sequence[nn.Module],
+    update: PulledUpdate,
+) -> Pulled:
+    """One backward pass on dual numbers: the tangents of all gradients along the cotangent of the update."""
+    binding = step.binding
+    _load_forward_mode()
+    with binding.inside(z, buffers, graph=True, statistics=bool(binding.moving)) as inside, forward_ad.dual_level():
+        with torch.no_grad():
+            for n in list(update.cotangent):  # let go one by one, since the parameter has a copy of its own
+                u = update.cotangent.pop(n)
+                u = u if binding.share == 1 else u * binding.share
+                inside.leaves[n].copy_(forward_ad.make_dual(z[n], u))
+        binding.note_versions()
+        blocks = _Blocks(step, inside, wanted)
+        with _OnDualNumbers() as blocks.dual, blocks.installed(modules):
+            with _unsuited("a loss"):
+                weighted, values = step.losses(inside)
+            if inside.taking.stops or inside.taking.without_graph:
+                raise Unsuited("a loss stops a gradient, or updates running statistics under activation checkpointing")
+            after = {n: b for n, b in inside.buffers().items() if n in inside.statistics}
+            with torch.enable_grad():
+                outputs = [sum(weighted[1:], weighted[0])]
+            along = [torch.ones_like(outputs[0])]
+            for n, b in after.items():
+                if n in a and b.requires_grad:
+                    outputs.append(b)
+                    along.append(forward_ad.make_dual(torch.zeros_like(b), a[n]))
+            del weighted, after
+            named = {**inside.leaves, **inside.statistics, **inside.watched}
+            tangents = blocks.tangents_of_gradient(outputs, along, [*named.values(), *wanted])
+            del blocks, outputs, along
+    through = dict(zip(named, tangents, strict=False))
+    binding.warn_if_read({n: through.pop(n) for n in inside.watched})
+    return joined(step, update, through, inside.statistics, tangents[len(named) :], {}, values)
+
+
+class _Blocks:
+    """The blocks of one evaluation of a step on dual numbers, and the sums of tangents that they give."""
+
+    dual: _OnDualNumbers
+
+    def __init__(self, step: Step, inside: Inside, wanted: Sequence[Tensor]) -> None:
+        self.binding, self.inside = step.binding, inside
+        self.retain_graph = step.runs_into_other_graphs
+        self.tangents = {id(p): t for p in inside.leaves.values() if (t := tangent_of(p)) is not None}
+        self.outer = {id(x) for x in (*inside.leaves.values(), *inside.statistics.values(), *wanted)}
+        self.sums: dict[int, Tensor] = {}
+        self.anchor = torch.zeros((), requires_grad=True)  # so that a block on data has a backward
+        self.running = False  # a block, or what it is made of
+        self.going_back = False
+
+    def tangents_of_gradient(
+        self, outputs: Sequence[Tensor], along: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """The tangents of the gradients for these inputs."""
+        self.going_back = True
+        with full_precision(), explained(), _unsuited("the gradient of a loss"):
+            gradients = grad(outputs, inputs, along, retain_graph=self.retain_graph)
+        tangents = [None if g is None else tangent_of(g) for g in gradients]
+        del gradients
+        return [add(t, self.sums.pop(id(x), None)) for t, x in zip(tangents, inputs, strict=True)]
+
+    def add(self, x: Tensor, tangent: Tensor | None) -> None:
+        if tangent is not None:
+            before = self.sums.get(id(x))
+            self.sums[id(x)] = tangent if before is None else before.add_(tangent)
+
+    @contextmanager
+    def installed(self, modules: Sequence[nn.Module]) -> Generator[None]:
+        """While this lasts, each of the modules runs as a block."""
+        before = [(vars(m), vars(m).get("forward")) for m in modules]
+        for m in modules:
+            vars(m)["forward"] = self._as_block(m, m.forward)
+        try:
+            yield
+        finally:
+            for held, forward in before:
+                if forward is None:
+                    del held["forward"]
+                else:
+                    held["forward"] = forward
+
+    @contextmanager
+    def replaying(self) -> Generator[None]:
+        """While this lasts, blocks inside of the one that is run again are parts of it."""
+        self.running = self.inside.taking.replaying_block = True
+        try:
+            yield
+        finally:
+            self.running = self.inside.taking.replaying_block = False
+
+    def _as_block(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.running or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            self.running = True
+            try:
+                return _Call(self, module, forward, args, kwargs).run()
+            finally:
+                self.running = False
+
+        return run
+
+
+class _Call:
+    """One call of a block: its inputs with their tangents, and what else it takes to run it again."""
+
+    def __init__(
+        self, blocks: _Blocks, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> None:
+        self._blocks, self._forward = blocks, forward
+        binding = blocks.binding
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        self._leaves: list[Any] = leaves
+        for x in self._leaves:
+            if not isinstance(x, _PLAIN):
+                raise Unsuited(
+                    f"a block ({type(module).__name__}) is given a {type(x).__name__}, which it may change; a Hugging "
+                    "Face model takes no cache with model.config.use_cache = False"
+                )
+        self._modules = tuple(module.modules())
+        self._modes = [m.training for m in self._modules]
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
+        self._random: RandomStates | None = random_states(binding.devices)
+        self._buffers = binding.buffers_of(self._modules)
+
+    def run(self) -> Any:
+        """The block's result on dual numbers, with a graph that is this call and nothing else."""
+        blocks, binding, buffers = self._blocks, self._blocks.binding, self._buffers
+        leaves: list[Any] = self._leaves
+        inputs: list[Tensor] = [x for x in (*leaves, *buffers.values()) if is_tracked(x)]
+        versions = [x._version for x in leaves if isinstance(x, Tensor)]
+        try:
+            binding.put_buffers({n: as_dual(primal_of(b).detach().clone(), tangent_of(b)) for n, b in buffers.items()})
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            with blocks.dual.without_graphs(), _unsuited("a block"):
+                results, spec = pytree.tree_flatten(self._forward(*args, **kwargs))
+            after = {n: b for n, b in binding.buffers_of(self._modules).items() if not is_same(b, buffers[n])}
+        finally:
+            binding.put_buffers(buffers)
+        if versions != [x._version for x in leaves if isinstance(x, Tensor)]:
+            raise Unsuited("a block changes its input in place")
+        now = random_states(binding.devices)
+        if all(same_bits(state, now[d]) for d, state in (self._random or {}).items()):
+            self._random = None  # nothing was drawn
+        # A result that is one of the arguments passes by the block. Any other may depend on weights, whether or not
+        # they have a tangent; what does not has no graph when the block is run again.
+        self._results = [i for i, y in enumerate(results) if is_real(y) and not any(y is x for x in leaves)]
+        self._moved = [n for n, b in after.items() if n in blocks.inside.statistics and is_real(b)]
+        outputs: list[Tensor] = [*(results[i] for i in self._results), *(after[n] for n in self._moved)]
+        tangents = [tangent_of(y) for y in outputs]
+        self._tangents = [tangent_of(x) for x in inputs]
+        self._followed = {n for n, b in buffers.items() if is_tracked(b)}
+        self._leaves = [_Tracked(x) if is_tracked(x) else x for x in leaves]
+        self._buffers = {n: primal_of(b).detach() for n, b in buffers.items()}
+        numbers = [primal_of(y).detach() for y in outputs]
+        attached = _Block.apply(self, blocks.anchor, numbers, *map(primal_of, inputs))
+        new = [as_dual(y, t) for y, t in zip(cast("tuple[Tensor, ...]", attached), tangents, strict=True)]
+        for i, y in zip(self._results, new, strict=False):
+            results[i] = y
+        binding.put_buffers({n: b.detach() for n, b in after.items()})
+        binding.put_buffers(dict(zip(self._moved, new[len(self._results) :], strict=True)))
+        return pytree.tree_unflatten(results, spec)
+
+    @contextmanager
+    def _again(self, products: LeanProducts) -> Generator[tuple[list[Tensor], list[Tensor]]]:
+        """The block run again, with a graph: leaves for its inputs, and its outputs. No number is dual in here."""
+        binding = self._blocks.binding
+        now, modes = binding.buffers_of(self._modules), [m.training for m in self._modules]
+        random = None if self._random is None else random_states(binding.devices)
+        with torch.enable_grad(), _tangents_enabled(False), self._blocks.dual.off():
+            leaves = [x.tensor.detach().requires_grad_() if isinstance(x, _Tracked) else x for x in self._leaves]
+            buffers = {n: b.detach().requires_grad_(n in self._followed) for n, b in self._buffers.items()}
+            inputs = [y for x, y in zip(self._leaves, leaves, strict=True) if isinstance(x, _Tracked)]
+            inputs += [b for n, b in buffers.items() if n in self._followed]
+            args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+            try:
+                set_modes(self._modules, self._modes)
+                set_random_states(self._random)
+                binding.put_buffers({n: b.clone() for n, b in buffers.items()})
+                with products, _autocast(self._autocast), self._blocks.replaying(), _unsuited("a block"):
+                    results = pytree.tree_leaves(self._forward(*args, **kwargs))
+                after = binding.buffers_of(self._modules)
+                outputs = [*(results[i] for i in self._results), *(after[n] for n in self._moved)]
+                del results, after
+                yield inputs, outputs
+            finally:
+                binding.put_buffers(now)
+                set_modes(self._modules, modes)
+                set_random_states(random)
+
+    def back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """From dual gradients for the outputs those for the inputs; tangents for all else are added to the sums."""
+        blocks, inside = self._blocks, self._blocks.inside
+        if not blocks.going_back:
+            raise Unsuited("a loss takes a derivative of its own through a block")
+        along = [None if g is None else primal_of(g).detach() for g in gradients]
+        tangents = [None if g is None else tangent_of(g) for g in gradients]
+        since, products = sequence_number(), LeanProducts(inside.weights.values(), inside.taking)
+        with self._again(products) as (inputs, outputs):
+            used = _leaves_read(outputs, since)
+            moving = [x for x in used if id(x) in blocks.tangents]
+            with products.taking_gradient():
+                first = _vjp(outputs, along, [*inputs, *moving], create_graph=True)
+            others = [x for x in used if id(x) in blocks.outer]
+            second = _vjp(
+                [*first, *outputs],
+                [*self._tangents, *(blocks.tangents[id(x)] for x in moving), *tangents],
+                [*inputs, *others],
+            )
+            numbers = [None if x is None else x.detach() for x in first[: len(inputs)]]
+            del first
+        for x, tangent in zip(others, second[len(inputs) :], strict=True):
+            blocks.add(x, tangent)
+        return [
+            as_dual(x, t) if x is not None else None if t is None else as_dual(torch.zeros_like(t), t)
+            for x, t in zip(numbers, second, strict=False)
+        ]
+
+
+class _Block(torch.autograd.Function):
+    """The outputs of a call that was run already, whose backward runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, anchor: Tensor, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        call, ctx.call = ctx.call, None
+        return None, None, None, *call.back(gradients)
+
+
+class _Tracked:
+    """An input of a block that has a derivative, without its graph."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.tensor = primal_of(x).detach()
+
+
+# --- dual numbers ---
+
+
+@functools.cache
+def _load_forward_mode() -> None:
+    """Import what torch imports at the first dual number, which warns of torch's own use of torch.jit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+def tangent_of(x: Tensor) -> Tensor | None:
+    """The tangent of a dual number, without a graph."""
+    tangent = forward_ad.unpack_dual(x).tangent
+    return None if tangent is None else tangent.detach()
+
+
+def primal_of(x: Tensor) -> Tensor:
+    return forward_ad.unpack_dual(x).primal
+
+
+def as_dual(x: Tensor, tangent: Tensor | None) -> Tensor:
+    """(x, tangent), where no tangent is 0."""
+    return x if tangent is None else forward_ad.make_dual(x, tangent)
+
+
+def is_real(x: Any) -> bool:
+    """Whether it is a tensor that can have a derivative."""
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def is_tracked(x: Any) -> bool:
+    """Whether it is a tensor that has one: it depends on a weight, or on what is wanted."""
+    return is_real(x) and (x.requires_grad or tangent_of(x) is not None)
+
+
+class _OnDualNumbers(TorchFunctionMode):
+    """The losses of a step on dual numbers.
+
+    What a loss computes under torch.no_grad is a constant in the direction and in its derivative. Double backward sees
+    it so by itself; forward mode knows of no such switch, and gets one here. In a block, operations run without a
+    graph, while grad mode stays as the block expects it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._on, self._without_graphs = True, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
+            if self._on:
+                torch._C._set_fwd_grad_enabled(args[0])  # pyright: ignore
+        elif self._without_graphs:
+            with torch.no_grad():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def without_graphs(self) -> Generator[None]:
+        """While this lasts, operations leave no graph."""
+        self._without_graphs = True
+        try:
+            yield
+        finally:
+            self._without_graphs = False
+
+    @contextmanager
+    def off(self) -> Generator[None]:
+        """While this lasts, tangents are somebody else's matter."""
+        before, self._on = self._on, False
+        try:
+            yield
+        finally:
+            self._on = before
+
+
+@contextmanager
+def _unsuited(what: str) -> Generator[None]:
+    """Whatever goes wrong in what has run before, on plain numbers, is the reason not to go block by block."""
+    try:
+        yield
+    except (Unsuited, MemoryError):
+        raise
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise Unsuited(f"{what} does not run on dual numbers, or a second time ({why[:160]})") from error
+
+
+# --- graphs of a block ---
+
+
+def _vjp(
+    outputs: Sequence[Tensor | None],
+    along: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    *,
+    create_graph: bool = False,
+) -> Sequence[Tensor | None]:
+    """Σ along·∂output for every input, over the outputs that have a graph and something to go along."""
+    pairs = [(y, a) for y, a in zip(outputs, along, strict=True) if y is not None and a is not None and y.requires_grad]
+    if not pairs or not inputs:
+        return [None] * len(inputs)
+    with full_precision():
+        return grad(
+            [y for y, _ in pairs], inputs, [a for _, a in pairs], create_graph=create_graph, retain_graph=create_graph
+        )
+
+
+def _leaves_read(outputs: Sequence[Tensor], since: int) -> list[Tensor]:
+    """The leaves that a block's graph ends in."""
+    found: list[Tensor] = []
+    for node in nodes(outputs):
+        leaf = leaf_of(node)
+        if leaf is not None:
+            found.append(leaf)
+        elif node._sequence_nr() < since:
+            raise Unsuited("a block uses a tensor with a graph that was made outside of it, and is no argument of it")
+    return found
+
+
+@contextmanager
+def _autocast(kinds: dict[str, tuple[bool, torch.dtype]]) -> Generator[None]:
+    with ExitStack() as stack:
+        for kind, (on, dtype) in kinds.items():
+            if on:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield
+
+
+def is_same(new: Tensor, old: Tensor) -> bool:
+    """Whether a buffer holds the same bits; not known, and so no, where asking would wait for a device."""
+    return new.device.type == "cpu" and same_bits(primal_of(new), primal_of(old))
+
+
+# --- which modules are blocks ---
+
+
+def checked(which: Any) -> Which:
+    """The choice of `blocks=`, or an error that says what it takes."""
+    several: list[Any] = list(which) if isinstance(which, (list, tuple, set, nn.ModuleList)) else [which]
+    if which != "auto" and not (several and all(isinstance(x, nn.Module) or _is_class(x) for x in several)):
+        raise TypeError(
+            "bilevel.Reverse: blocks= takes 'auto', a class of modules, modules of the model, or several of either, "
+            f"got {which!r:.80}."
+        )
+    return "auto" if which == "auto" else several
+
+
+def _is_class(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, nn.Module)
+
+
+def chosen(model: nn.Module, which: Which) -> list[nn.Module]:
+    """The modules of the model that are blocks. One inside of another runs as a part of it."""
+    modules = list(model.modules())
+    if which == "auto":
+        return _repeated(modules)
+    several = cast("list[Any]", which)
+    found = [m for m in modules if any(m is x or (_is_class(x) and isinstance(m, x)) for x in several)]
+    missing = [x for x in several if not any(m is x or (_is_class(x) and isinstance(m, x)) for m in found)]
+    if missing:
+        raise ValueError(
+            f"bilevel.Reverse: blocks= names {getattr(missing[0], '__name__', type(missing[0]).__name__)}, and the "
+            "model has no such module."
+        )
+    return found
+
+
+def _repeated(modules: list[nn.Module]) -> list[nn.Module]:
+    """Modules of several layers that stand in a ModuleList or Sequential with another of their class.
+
+    Of those inside of one another, the smallest: a stage of a network is made of blocks.
+    """
+    found: dict[int, nn.Module] = {}
+    for holder in modules:
+        if isinstance(holder, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+            children = list(holder.children())
+            kinds = Counter(type(m) for m in children)
+            found.update((id(m), m) for m in children if kinds[type(m)] > 1 and _has_layers(m))
+    return [m for m in found.values() if not any(id(x) in found for x in m.modules() if x is not m)]
+
+
+def _has_layers(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(p.requires_grad for p in module.parameters())
+
+
+_PLAIN = (Tensor, type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)

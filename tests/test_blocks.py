@@ -1,0 +1,560 @@
+"""Block by block: the gradient of `unroll`, whatever a block is made of; or the old way, with a word."""
+
+import gc
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import relative
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bilevel_plugin as bilevel
+from benchmarks.measure import live
+from bilevel_plugin.pullback import blocks as room
+
+N, T, C = 3, 4, 6
+
+
+class Block(nn.Module):
+    """Attention and an MLP; `scale` is an argument that may carry a derivative."""
+
+    def __init__(self, width=C, norm=nn.LayerNorm, dropout=0.0):
+        super().__init__()
+        self.norm, self.qkv, self.out = norm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def attend(self, x):
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
+
+    def forward(self, x, scale=1.0):
+        x = x + self.dropout(self.attend(x))
+        return x + scale * self.mlp(x)
+
+
+class Net(nn.Module):
+    """Blocks between what is none: an embedding before, a head behind."""
+
+    def __init__(self, block=Block, layers=3, width=C, **options):
+        super().__init__()
+        self.inlet, self.outlet = nn.Linear(2, width), nn.Linear(width, 2)
+        self.layers = nn.ModuleList(block(width, **options) for _ in range(layers))
+
+    def through(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def forward(self, x):
+        return self.outlet(self.through(torch.tanh(self.inlet(x))))
+
+
+def batches(seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(4, N, T, 2).double().unbind()
+
+
+def losses(lam, eval_in_g=False):
+    def h(model, x, y):
+        return (lam.sigmoid() * (model(x) - y).square().mean((1, 2))).mean()
+
+    def g(model, x, y):
+        model.train(not eval_in_g)
+        value = (model(x) - y).pow(2).mean()
+        model.train()
+        return value
+
+    return h, g
+
+
+def gradients(model, engine, h, g, inputs, steps=3, body=None, check=False, **options):
+    """The hypergradients, from the same weights and random numbers each time."""
+    x, y, xv, yv = batches()
+    if "optimizer" in options:
+        options["optimizer"] = options["optimizer"](model)
+    torch.manual_seed(7)
+    with bilevel.inner(model, h, g, engine=engine, check=check, **{"solver": "gd", **options}) as loop:
+        if body is None:
+            loop.run(steps, x, y, outer=(xv, yv))
+        else:
+            body(loop, x, y, xv, yv)
+        return loop.hypergrad([*inputs, *(p for p in model.parameters() if p.requires_grad)], allow_unused=True)
+
+
+def agree(model, h=None, g=None, inputs=(), lam=None, blocks="auto", tolerance=1e-10, **options):
+    """blocks= against unroll. A weight whose gradient is nothing but rounding (a bias before BatchNorm) is judged so."""
+    lam = torch.linspace(-1, 1, N).double().requires_grad_() if lam is None else lam
+    h, g = h or losses(lam)[0], g or losses(lam)[1]
+    options.setdefault("lr", 0.3) if "optimizer" not in options else None
+    expected = gradients(model, bilevel.Unroll(), h, g, [lam, *inputs], **options)
+    found = gradients(model, bilevel.Reverse(blocks=blocks), h, g, [lam, *inputs], **options)
+    size = max(float(x.norm()) for x in expected)
+    assert float(expected[0].norm()) > 1e-6 * size
+    for mine, theirs in zip(found, expected, strict=True):
+        assert float((mine - theirs).norm()) <= tolerance * max(float(theirs.norm()), 1e-3 * size)
+    assert relative(found[0], expected[0]) < tolerance
+
+
+def on_again(monkeypatch):
+    """How often blocks were run again in a backward pass."""
+    counts = []
+    real = room._Call.back
+    monkeypatch.setattr(room._Call, "back", lambda self, gradients: counts.append(1) or real(self, gradients))
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def ran(request, monkeypatch):
+    """Every test that is not about falling back must have gone through blocks."""
+    counts = on_again(monkeypatch)
+    yield counts
+    if "falls_back" not in request.node.name and "choice" not in request.node.name:
+        assert counts
+
+
+OPTIMIZERS = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.3, weight_decay=0.01),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.2, momentum=0.9, nesterov=True),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), 0.05, weight_decay=0.1),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), 0.05, amsgrad=True),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), 0.05),
+    "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), 0.02, momentum=0.5),
+    "two": lambda m: [torch.optim.SGD(m.layers.parameters(), 0.2), torch.optim.Adam(m.outlet.parameters(), 0.05)],
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("solver", ["gd", "bigsam"])
+def test_optimizers(name, solver):
+    torch.manual_seed(0)
+    agree(Net().double(), optimizer=OPTIMIZERS[name], solver=solver)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clip": 0.05}, {"direction": lambda d: {n: x.sin() for n, x in d.items()}}], ids=["clip", "direction"]
+)
+def test_functions_of_the_direction(options):
+    torch.manual_seed(0)
+    agree(Net().double(), **options)
+
+
+def test_a_learned_rate_and_a_sparing_checkpoint():
+    torch.manual_seed(0)
+    model, lam = Net().double(), torch.linspace(-1, 1, N).double().requires_grad_()
+    rate = torch.tensor(0.2).double().requires_grad_()
+    h, g = losses(lam)
+    expected = gradients(model, "unroll", h, g, [lam, rate], lr=rate, steps=7)
+    for engine in (bilevel.Reverse("sqrt", blocks="auto"), bilevel.Reverse(3, blocks=Block)):
+        found = gradients(model, engine, h, g, [lam, rate], lr=rate, steps=7)
+        assert max(relative(a, b) for a, b in zip(found, expected, strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("how", ["accumulate", "only"])
+def test_steps_that_are_made_of_parts(how):
+    torch.manual_seed(0)
+    model = Net().double()
+
+    def body(loop, x, y, xv, yv):
+        for k in range(3):
+            if how == "accumulate":
+                loop.accumulate(x, y)
+                loop.accumulate(xv, y)
+                loop.step(outer=(xv, yv))
+            else:
+                loop.step(x, y, outer=(xv, yv), only=model.layers if k % 2 else model.outlet)
+
+    agree(model, body=body)
+
+
+@pytest.mark.parametrize("eval_in_g", [False, True])
+@pytest.mark.parametrize("norm", ["batch", "instance"])
+def test_running_statistics(norm, eval_in_g):
+    """They are inputs and results of a block: exact where g reads them, as well."""
+
+    class Normed(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            kind = nn.BatchNorm1d if norm == "batch" else nn.InstanceNorm1d
+            self.norm = kind(width, affine=True, track_running_stats=True)
+            self.mlp = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+    torch.manual_seed(0)
+    lam = torch.linspace(-1, 1, N).double().requires_grad_()
+    model = Net(Normed).double()
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    agree(model, *losses(lam, eval_in_g), lam=lam)
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+
+
+def test_dropout_and_random_numbers_behind():
+    torch.manual_seed(0)
+    model = Net(dropout=0.4).double()
+    lam = torch.linspace(-1, 1, N).double().requires_grad_()
+
+    def h(model, x, y):
+        noisy = model(x) + 0.1 * torch.randn(N, T, 2).double()
+        return (lam.sigmoid() * (noisy - y).square().mean((1, 2))).mean()
+
+    agree(model, h, losses(lam)[1], lam=lam)
+
+
+class Trees(Net):
+    """Blocks that take and return trees, one of whose results is an argument."""
+
+    class Layer(Block):
+        def forward(self, given, *, mask, options):
+            x = super().forward(given["x"], scale=options[1])
+            return {"x": x * mask, "sum": (given["sum"] + x.mean(), mask)}, options[0]
+
+    def __init__(self):
+        super().__init__(Trees.Layer)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def through(self, x):
+        mask, given = torch.ones(T, 1, dtype=x.dtype), {"x": x, "sum": torch.zeros((), dtype=x.dtype)}
+        for layer in self.layers:
+            given, same = layer(given, mask=mask, options=("same", self.scale * 2))
+            assert same == "same"
+            assert given["sum"][1] is mask
+            given["sum"] = given["sum"][0]
+        return given["x"] + given["sum"]
+
+
+class Twice(Net):
+    """Each block twice, the weights of two blocks tied, a block inside a block, a weight used outside as well."""
+
+    class Outer(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.inner = nn.ModuleList([Block(width), Block(width)])
+
+        def forward(self, x):
+            for block in self.inner:
+                x = block(x)
+            return x
+
+    def __init__(self):
+        super().__init__(Twice.Outer)
+        self.layers[1].inner[0].qkv.weight = self.layers[0].inner[0].qkv.weight
+        self.layers[2].inner[1].out.weight = self.layers[0].inner[0].out.weight
+
+    def through(self, x):
+        return super().through(super().through(x)) @ self.layers[0].inner[0].out.weight
+
+
+@pytest.mark.parametrize("model", [Trees, Twice])
+def test_ways_to_call_blocks(model):
+    torch.manual_seed(0)
+    agree(model().double(), lr=0.02)
+
+
+def test_blocks_inside_of_blocks():
+    torch.manual_seed(0)
+    model = Twice().double()
+    assert len(room.chosen(model, "auto")) == 6  # of those inside of one another, the smaller
+    agree(model, blocks=(Twice.Outer, Block), lr=0.02)
+    agree(model, blocks=[*model.layers[0].inner, model.layers[1]], lr=0.02)
+
+
+def test_outer_variables_inside_of_blocks():
+    """Closed over, as a parameter of another module, and in the batch with a graph behind it."""
+    torch.manual_seed(0)
+    model, other = Net().double(), nn.Linear(C, C).double()
+    for p in other.parameters():
+        p.requires_grad_()
+    lam, raw = torch.randn(C).double().requires_grad_(), torch.randn(C).double().requires_grad_()
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda m, args: args)
+        layer.attend = lambda x, real=layer.attend: real(x) * lam + other(x)
+
+    def h(model, x, y, scale):
+        x = torch.tanh(model.inlet(x))
+        for layer in model.layers:
+            x = layer(x, scale=scale)
+        return (model.outlet(x) - y).square().mean()
+
+    def body(loop, x, y, xv, yv):
+        for _ in range(3):
+            loop.step(x, y, raw.exp(), outer=(xv, yv))
+
+    agree(model, h, lambda m, x, y: (m(x) - y).square().mean(), [raw, *other.parameters()], lam, body=body, lr=0.02)
+
+
+def constant(model, x, y, lam):
+    """What is computed under no_grad, or detached, is a constant, in a block and outside of one."""
+    with torch.no_grad():
+        target = model(x).roll(1, 0)
+    return (lam.sigmoid() * (model(x) - target - y).square().mean((1, 2))).mean() + model(x).detach().mean()
+
+
+def test_constants():
+    torch.manual_seed(0)
+    model, lam = Net().double(), torch.linspace(-1, 1, N).double().requires_grad_()
+    for layer in model.layers:
+
+        def attend(x, real=layer.attend):
+            with torch.no_grad():
+                size = real(x).norm()
+            return real(x) * size + real(x).detach() + torch.no_grad()(real)(x)
+
+        layer.attend = attend
+    agree(model, lambda m, x, y: constant(m, x, y, lam), losses(lam)[1], lam=lam, lr=0.02)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["in a block", "around a block"])
+def test_activation_checkpointing(where, reentrant):
+    torch.manual_seed(0)
+    model = Net(dropout=0.3).double()
+    lam = torch.linspace(-1, 1, N).double().requires_grad_()
+    plain = gradients(model, bilevel.Reverse(), *losses(lam), [lam], lr=0.3)
+    for layer in model.layers:
+        held, name = (layer, "attend") if where == "in a block" else (layer, "__call__")
+        if name == "attend":
+            held.attend = lambda x, real=layer.attend: checkpoint(real, x, use_reentrant=reentrant)
+    if where == "around a block":
+
+        def through(x):
+            for layer in model.layers:
+                x = checkpoint(layer, x, use_reentrant=reentrant)
+            return x
+
+        model.through = through
+    found = gradients(model, bilevel.Reverse(blocks="auto"), *losses(lam), [lam], lr=0.3)
+    assert max(relative(a, b) for a, b in zip(found, plain, strict=True)) < 1e-10
+
+
+def test_a_graph_behind_what_a_loss_closes_over():
+    torch.manual_seed(0)
+    model, raw = Net().double(), torch.randn(N, T, 2).double().requires_grad_()
+    encoded = raw.exp()
+    h = lambda m, x, y: (m(encoded) - y).square().mean()
+    agree(model, h, lambda m, x, y: (m(x) - y).square().mean(), [], raw)
+
+
+def test_autocast():
+    """As far as rounding goes: with blocks and without are as far from float64 as each other."""
+    torch.manual_seed(0)
+    model = Net()
+    lam = torch.linspace(-1, 1, N).requires_grad_()
+    base_h, base_g = losses(lam)
+
+    def cast(loss):
+        def under(model, x, y):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return loss(model, x.float(), y.float())
+
+        return under
+
+    found = [
+        gradients(model, engine, cast(base_h), cast(base_g), [lam], lr=0.3)[0]
+        for engine in (bilevel.Reverse(blocks="auto"), bilevel.Reverse())
+    ]
+    exact = gradients(model.double(), "unroll", base_h, base_g, [lam], lr=0.3)[0]
+    mine, theirs = (relative(x.double(), exact) for x in found)
+    assert mine < max(3 * theirs, 0.02)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_hugging_face_models(name):
+    transformers = pytest.importorskip("transformers")
+    small = {
+        "vocab_size": 13,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    config, kind = {
+        "gpt2": lambda: (
+            transformers.GPT2Config(vocab_size=13, n_positions=16, n_embd=8, n_layer=2, n_head=2, use_cache=False),
+            transformers.GPT2LMHeadModel,
+        ),
+        "bert": lambda: (transformers.BertConfig(**small), transformers.BertForMaskedLM),
+        "llama": lambda: (transformers.LlamaConfig(**small, use_cache=False), transformers.LlamaForCausalLM),
+    }[name]()
+    torch.manual_seed(0)
+    model = kind(config).double().train()
+    words, lam = torch.randint(13, (3, 5)), torch.zeros(3).double().requires_grad_()
+
+    def h(model, words):
+        scores = F.cross_entropy(model(input_ids=words).logits.transpose(1, 2), words.roll(-1, 1), reduction="none")
+        return (lam.sigmoid() * scores.mean(1)).mean()
+
+    g = lambda m, words: m(input_ids=words, labels=words).loss
+
+    def found(engine):
+        torch.manual_seed(3)
+        with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=engine, check=False) as loop:
+            loop.run(2, words, outer=(words.flip(0),))
+            return loop.hypergrad(lam)
+
+    # Llama normalises in float32, whatever its weights are
+    assert relative(found(bilevel.Reverse(blocks="auto")), found(bilevel.Reverse())) < (
+        1e-6 if name == "llama" else 1e-10
+    )
+
+
+# --- falling back ---
+
+
+class Cube(torch.autograd.Function):
+    """It has a second derivative, and no forward mode."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, a):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * a
+
+
+class Cache:
+    def __init__(self):
+        self.seen = []
+
+
+def with_gradient(model, x, y):
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+FALLING = {
+    "a custom function in a block": "a block does not run on dual numbers",
+    "a custom function in a loss": "a loss does not run on dual numbers",
+    "an object": "is given a Cache, which it may change.*use_cache",
+    "a derivative in a loss": "takes a derivative of its own through a block",
+    "stop_gradient": "stop_gradient",
+    "in place": "changes its input in place",
+    "from outside": "a graph that was made outside of it",
+    "from outside, and gone": "a block does not run on dual numbers, or a second time",
+    "no blocks": "has no ModuleList or Sequential with several modules of one class",
+    "tasks": "with tasks= the weights have a dimension",
+}
+
+
+@pytest.mark.parametrize("case", FALLING)
+def test_falls_back_with_a_word(case):
+    """The gradient is the same as ever, and a warning says why it took the memory of a whole step."""
+    torch.manual_seed(0)
+    model, lam = Net().double(), torch.linspace(-1, 1, N).double().requires_grad_()
+    base, g = losses(lam)
+    h, options = base, {"lr": 0.3}
+    if case == "a custom function in a block":
+        model.layers[1].attend = lambda x, real=model.layers[1].attend: Cube.apply(real(x))
+    elif case == "a custom function in a loss":
+        h = lambda m, x, y: base(m, Cube.apply(m.inlet.bias.sum()) + x, y)
+    elif case == "an object":
+        model.layers[0].forward = lambda x, cache=None, real=model.layers[0].forward: real(x)
+        model.through = lambda x: model.layers[1](model.layers[0](x, cache=Cache()))
+    elif case == "a derivative in a loss":
+        h = lambda m, x, y: base(m, x, y) + with_gradient(m, x, y)
+    elif case == "stop_gradient":
+        h = lambda m, x, y: base(m, x, y) + (m(x) * bilevel.stop_gradient(m(y))).mean()
+    elif case == "in place":
+        model.layers[1].forward = lambda x, real=model.layers[1].forward: real(x.mul_(0.9))
+    elif case.startswith("from outside"):
+
+        def attend(x):
+            return model.layers[1].out(x) * model.held.mean()
+
+        def through(x):
+            model.held = x + 1
+            value = Net.through(model, x)
+            if case == "from outside, and gone":
+                del model.held
+            return value
+
+        model.layers[1].attend, model.through = attend, through
+    elif case == "no blocks":
+        model = nn.Sequential(nn.Linear(2, C), nn.Tanh(), nn.Linear(C, 2)).double()
+    if case == "tasks":
+        x, y, xv, yv = batches()
+        options["tasks"] = N
+        h = lambda m, x, y, w: (w.sigmoid() * (m(x[None]) - y).square().mean((1, 2))).mean()
+
+        def body(loop, x, y, xv, yv):
+            loop.run(3, x, y, lam, outer=(xv[:, None], yv))
+
+        options["body"] = body
+    expected = gradients(model, "unroll", h, g, [lam], **options)
+    with pytest.warns(UserWarning, match=f"blocks= is off for this loop.*{FALLING[case]}") as caught:
+        found = gradients(model, bilevel.Reverse(blocks="auto"), h, g, [lam], **options)
+    assert len(caught) == 1
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative(mine, theirs) < 1e-10 or float(theirs.norm()) < 1e-12
+    assert "forward" not in vars(model) or case == "an object"
+    assert not any("forward" in vars(m) for m in model.modules()) or case in ("an object", "in place")
+
+
+@pytest.mark.parametrize("wrong", ["all", 3, [], [nn.Linear(2, 2), 4], int])
+def test_choice_of_blocks_that_makes_no_sense(wrong):
+    with pytest.raises(TypeError, match=r"bilevel\.Reverse: blocks= takes 'auto', a class of modules, modules"):
+        bilevel.Reverse(blocks=wrong)
+
+
+def test_choice_of_blocks_that_the_model_has_not():
+    lam = torch.zeros(N).double().requires_grad_()
+    with pytest.raises(ValueError, match="blocks= names LSTM, and the model has no such module"):
+        gradients(Net().double(), bilevel.Reverse(blocks=nn.LSTM), *losses(lam), [lam], lr=0.1)
+
+
+def test_choice_of_blocks_by_itself():
+    stage = lambda: nn.Sequential(*(Block() for _ in range(2)))
+    assert len(room.chosen(nn.Sequential(stage(), stage()), "auto")) == 4
+    assert room.chosen(nn.Sequential(*(nn.Linear(2, 2) for _ in range(3))), "auto") == []
+    model = Net(layers=2)
+    assert room.chosen(model, "auto") == list(model.layers)
+    assert room.chosen(model, [model.inlet]) == [model.inlet]
+
+
+# --- what it is for ---
+
+
+def test_memory_is_that_of_a_block():
+    """Peak bytes of tensors are those of a plain training step, which has the graph of all blocks at once."""
+    lam, x = torch.zeros(8, requires_grad=True), torch.randn(8, 64, 2)
+    h, g = losses(lam)
+    torch.manual_seed(0)
+    model = Net(layers=12, width=16)
+
+    def plain():
+        torch.autograd.grad(h(model, x, x), list(model.parameters()))
+
+    def run(engine):
+        with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=engine, check=False) as loop:
+            loop.run(2, x, x, outer=(x, x))
+            loop.hypergrad(lam)
+
+    peaks = []
+    for what in (plain, lambda: run(bilevel.Reverse(blocks="auto")), lambda: run("reverse")):
+        what()
+        gc.collect()
+        peaks.append(live(what))
+    states = 6 * sum(p.nbytes for p in model.parameters())
+    assert peaks[1] - states < 1.0 * peaks[0]
+    assert peaks[2] - states > 3.5 * peaks[0]  # this is what it saves
+
+
+def test_the_model_is_as_it_was():
+    torch.manual_seed(0)
+    model, lam = Net(dropout=0.2).double(), torch.zeros(N).double().requires_grad_()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    with nullcontext() if torch.is_grad_enabled() else warnings.catch_warnings():
+        gradients(model, bilevel.Reverse(blocks=[Block]), *losses(lam), [lam], lr=0.3)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert torch._C._is_fwd_grad_enabled()
+    assert torch.autograd.forward_ad._current_level == -1
