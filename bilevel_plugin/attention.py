@@ -1,0 +1,272 @@
+"""Attention over long sequences in memory that is linear in the length, and as often differentiable as one likes.
+
+softmax(QKᵀ/√d + M)·V has a matrix of L×S scores, and each of its derivatives has several. But row i of the result
+takes row i of Q and of M alone, and all of K and V. So it is computed for a few rows of Q at a time, and nothing is
+kept of them. Its derivative is a function of the same kind: a gradient for Q or M is made row by row, one for K or V is
+a sum over all rows. So is the derivative of that, in reverse and in forward mode: one `torch.autograd.Function`,
+`_InChunks`, is its own derivative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+MATH_KERNEL = F.scaled_dot_product_attention  # what it is depends on switches, which `kernels` sets to that
+LONG = 2**24  # bytes of scores, from which on rows are taken in chunks
+CHUNK = 2**21  # bytes of scores in a chunk
+_LOW = torch.float16, torch.bfloat16
+
+Part = Callable[[slice, Sequence[Tensor]], Sequence[Tensor]]  # (rows, inputs) ↦ outputs
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` by its plain formula: as it is for short sequences, in chunks for long ones.
+
+    Functional transforms (`tasks=`) and torch.compile see the plain kernel, and so does what that would refuse.
+    """
+    tensors = [x for x in (query, key, value, attn_mask) if x is not None]
+    if not is_long(query, key) or not _are_plain(tensors) or not _fits(query, key, attn_mask, dropout_p, is_causal):
+        return MATH_KERNEL(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    scores = _number_of_scores(query, key) * max(query.element_size(), 4)
+    rows = query.shape[-2]
+    # with as many rows as a key has numbers, the scores of a chunk take no more memory than the keys
+    chunk = min(rows, max(query.shape[-1], rows * CHUNK // scores, 1))
+    # drawn from the generator of the process, which a step that is run again puts back
+    seed = int(torch.randint(2**62, ())) if dropout_p > 0 else 0
+    return in_chunks(query, key, value, attn_mask, _Attention(dropout_p, is_causal, scale, enable_gqa, seed), chunk)
+
+
+def is_long(query: Tensor, key: Tensor) -> bool:
+    """Whether the matrix of scores is large: then memory is what matters, and chunks are not slower either."""
+    if query.dim() < 2 or key.dim() < 2:
+        return False
+    return _number_of_scores(query, key) * query.element_size() >= LONG
+
+
+def _number_of_scores(query: Tensor, key: Tensor) -> int:
+    return max(query.shape[:-2].numel(), key.shape[:-2].numel()) * query.shape[-2] * key.shape[-2]
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether these are tensors as such, outside of functional transforms and of the compiler."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        return False
+    return all(type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided for x in tensors)
+
+
+def _fits(query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> bool:
+    """Whether the arguments are such that chunks mean what the whole does; the others are mostly errors."""
+    if mask is not None and (is_causal or mask.dim() < 2 or mask.shape[-2] not in (1, query.shape[-2])):
+        return False
+    return 0 <= dropout_p < 1 and query.is_floating_point() and query.shape[-1] > 0 and key.shape[-2] > 0
+
+
+def in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, part: _Attention, chunk: int) -> Tensor:
+    """Attention for `chunk` rows of q at a time."""
+    kind = q.device.type
+    on = kind != "meta" and torch.is_autocast_enabled(kind)
+    low = torch.get_autocast_dtype(kind) if on else q.dtype
+    by_row = mask is not None and mask.shape[-2] == q.shape[-2] > 1
+    tensors = [q, k, v] if mask is None else [q, k, v, mask]
+    with torch.autocast(kind, enabled=False) if on else nullcontext():
+        # what autocast does; and scores, and sums over chunks, are in float32 at least, as in the plain kernel
+        tensors = [x.to(low) if on and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+        result = tensors[0].dtype
+        tensors = [x.float() if x.dtype in _LOW and not (i == 3 and by_row) else x for i, x in enumerate(tensors)]
+        plan = _Plan(part, q.shape[-2], chunk, (True, False, False, by_row)[: len(tensors)], (True,))
+        (out,) = _apply(plan, *tensors)
+        return out.to(result)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """softmax(qKᵀ/√d + m)·V for some rows q of Q and m of M."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    seed: int = 0
+
+    def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        q, k, v, *masks = inputs
+        mask = masks[0] if masks else None
+        if self.is_causal:  # row i sees the keys 0 … i: of the others, none is needed
+            seen = min(rows.stop, k.shape[-2])
+            k, v = k.narrow(-2, 0, seen), v.narrow(-2, 0, seen)
+            mask = torch.ones(q.shape[-2], seen, dtype=torch.bool, device=q.device).tril(rows.start)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        kept = self._kept(rows, q, k) if self.dropout_p > 0 else None
+        # CPU, GPU and meta alike: composed of products and a softmax, all with derivatives of every order
+        kernel = torch.ops.aten._scaled_dot_product_attention_math
+        options = {"scale": self.scale, "enable_gqa": self.enable_gqa}
+        return kernel(q, k, v, mask, self.dropout_p, False, kept, **options)[:1]
+
+    def _kept(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
+        """Where dropout keeps a score: the same each time that the same rows are asked for."""
+        heads = q.shape[:-2] if self.enable_gqa else torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        kept = torch.empty(*heads, q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        generator = None if kept.is_meta else torch.Generator(q.device).manual_seed(self.seed + rows.start)
+        return kept.bernoulli_(1 - self.dropout_p, generator=generator)
+
+
+# --- functions of rows, and their derivatives ---
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A function of matrices that is computed for some rows at a time."""
+
+    part: Part
+    rows: int
+    chunk: int
+    cut: tuple[bool, ...]  # of each input: whether a chunk takes some of its rows, or all
+    joined: tuple[bool, ...]  # of each output: whether the chunks make its rows, or add up to it
+
+    def pull(self, given: tuple[bool, ...], wanted: tuple[bool, ...]) -> _Plan:
+        """(inputs, cotangents of the given outputs) ↦ gradients for the wanted inputs."""
+        cut = (*self.cut, *_those(self.joined, given))
+        return _Plan(_Pull(self.part, given, wanted), self.rows, self.chunk, cut, tuple(_those(self.cut, wanted)))
+
+    def push(self, moving: tuple[bool, ...]) -> _Plan:
+        """(inputs, tangents of the moving inputs) ↦ tangents of the outputs."""
+        cut = (*self.cut, *_those(self.cut, moving))
+        return _Plan(_Push(self.part, moving), self.rows, self.chunk, cut, self.joined)
+
+
+@dataclass(frozen=True)
+class _Pull:
+    """One chunk's share of the gradients: its outputs are computed again, with a graph that lives no longer."""
+
+    part: Part
+    given: tuple[bool, ...]
+    wanted: tuple[bool, ...]
+
+    def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        n, again = len(self.wanted), torch.is_grad_enabled()
+        xs = [_leaf(x) if w and not (again and x.requires_grad) else x for x, w in zip(inputs, self.wanted)]
+        with torch.enable_grad():
+            outputs = _those(self.part(rows, xs), self.given)
+            pairs = [(y, a) for y, a in zip(outputs, inputs[n:], strict=True) if y.requires_grad]
+            at = _those(xs, self.wanted)
+            ys, along = [y for y, _ in pairs], [a for _, a in pairs]
+            grads = torch.autograd.grad(ys, at, along, create_graph=again, allow_unused=True) if ys else [None] * len(at)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(at, grads, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Push:
+    """One chunk's share of the tangents, by forward mode."""
+
+    part: Part
+    moving: tuple[bool, ...]
+
+    def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        n = len(self.moving)
+        tangents = iter(inputs[n:])
+        with _forward_mode():
+            xs = [
+                forward_ad.make_dual(x, next(tangents)) if moves else x
+                for x, moves in zip(inputs[:n], self.moving, strict=True)
+            ]
+            duals = [forward_ad.unpack_dual(y) for y in self.part(rows, xs)]
+            return [torch.zeros_like(y.primal) if y.tangent is None else y.tangent for y in duals]
+
+
+class _forward_mode(AbstractContextManager[None]):
+    """The level of forward mode that there is, or one of its own; torch.autograd.Function has switched it off."""
+
+    def __enter__(self) -> None:
+        self._enabled = forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore
+        self._enabled.__enter__()
+        outside = forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
+        self._level = forward_ad.dual_level() if outside else nullcontext()
+        self._level.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._level.__exit__(*error)
+        self._enabled.__exit__(*error)
+
+
+class _InChunks(torch.autograd.Function):
+    """The function of a plan, a chunk of rows after the other. It saves its inputs, and no more."""
+
+    @staticmethod
+    def forward(plan: _Plan, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        totals: list[Tensor] = []
+        inputs = tuple(x.detach() for x in inputs)
+        for start in range(0, plan.rows, plan.chunk):
+            rows = slice(start, min(start + plan.chunk, plan.rows))
+            size = rows.stop - start
+            xs = [x.narrow(-2, start, size) if cut else x for x, cut in zip(inputs, plan.cut, strict=True)]
+            parts = plan.part(rows, xs)
+            if not totals:
+                totals = [_empty(y, plan.rows) if joined else _zeros(y) for y, joined in zip(parts, plan.joined, strict=True)]
+            for total, part, joined in zip(totals, parts, plan.joined, strict=True):
+                if joined:
+                    total.narrow(-2, start, size).copy_(part)
+                else:
+                    total.add_(part)
+        return tuple(totals)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.plan, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        given, wanted = tuple(a is not None for a in cotangents), tuple(ctx.needs_input_grad[1:])
+        if not any(given):
+            return (None,) * (1 + len(wanted))
+        found = iter(_apply(ctx.plan.pull(given, wanted), *ctx.saved_tensors, *_those(cotangents, given)))
+        return None, *(next(found) if w else None for w in wanted)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        moving = tuple(t is not None for t in tangents)
+        primals = [forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+        return _apply(ctx.plan.push(moving), *primals, *_those(tangents, moving))
+
+
+def _apply(plan: _Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return _InChunks.apply(plan, *inputs)  # pyright: ignore
+
+
+def _those(xs: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
+    return [x for x, c in zip(xs, chosen, strict=True) if c]
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """x as a leaf of a new graph, with the tangent that it has."""
+    with torch.no_grad():
+        return x.view_as(x).requires_grad_()
+
+
+def _empty(rows: Tensor, n: int) -> Tensor:
+    return rows.new_empty(*rows.shape[:-2], n, rows.shape[-1])
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return x.new_zeros(x.shape)
