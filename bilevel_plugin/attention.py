@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function
 
-MATH_KERNEL = F.scaled_dot_product_attention  # what it is depends on switches, which `kernels` sets to that
-LONG = 2**24  # bytes of scores, from which on rows are taken in chunks
-CHUNK = 2**21  # bytes of scores in a chunk
+MATH_KERNEL = torch._C._nn.scaled_dot_product_attention  # pyright: ignore  # by the switches that `kernels` sets
+# In float32 these are 32 MiB. There, malloc begins to ask the system for each matrix anew, and chunks take hardly more
+# time; below, they would take up to twice as long (`python -m benchmarks.attention`).
+LONG = 2**23  # scores, from which on rows are taken in chunks
+CHUNK = 2**20  # scores in a chunk
 _LOW = torch.float16, torch.bfloat16
 
 Part = Callable[[slice, Sequence[Tensor]], Sequence[Tensor]]  # (rows, inputs) ↦ outputs
@@ -40,25 +42,33 @@ def attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention` by its plain formula: as it is for short sequences, in chunks for long ones.
 
-    Functional transforms (`tasks=`) and torch.compile see the plain kernel, and so does what that would refuse.
+    Functional transforms (`tasks=`) and torch.compile get the plain kernel, and so does what it would refuse.
     """
-    tensors = [x for x in (query, key, value, attn_mask) if x is not None]
-    if not is_long(query, key) or not _are_plain(tensors) or not _fits(query, key, attn_mask, dropout_p, is_causal):
-        return MATH_KERNEL(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    scores = _number_of_scores(query, key) * max(query.element_size(), 4)
-    rows = query.shape[-2]
-    # with as many rows as a key has numbers, the scores of a chunk take no more memory than the keys
-    chunk = min(rows, max(query.shape[-1], rows * CHUNK // scores, 1))
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    tensors = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
+    if torch.compiler.is_compiling() or not is_long(query, key) or not _are_plain(tensors):
+        return MATH_KERNEL(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if has_torch_function(tensors):  # a mode wants to see it
+        args = query, key, value, attn_mask, dropout_p, is_causal
+        return handle_torch_function(attention, tensors, *args, **options)
+    if _is_autocast(query):
+        low = torch.get_autocast_dtype(query.device.type)
+        lowered = [x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+        with torch.autocast(query.device.type, enabled=False):
+            return attention(*lowered, dropout_p=dropout_p, is_causal=is_causal, **options)
+    if not _fits(query, key, value, attn_mask, dropout_p, is_causal):
+        return MATH_KERNEL(query, key, value, attn_mask, dropout_p, is_causal, **options)
     # drawn from the generator of the process, which a step that is run again puts back
     seed = int(torch.randint(2**62, ())) if dropout_p > 0 else 0
-    return in_chunks(query, key, value, attn_mask, _Attention(dropout_p, is_causal, scale, enable_gqa, seed), chunk)
+    rows = query.shape[-2]
+    # with as many rows as a key has numbers, the scores of a chunk take no more memory than the keys
+    chunk = min(rows, max(query.shape[-1], rows * CHUNK // _number_of_scores(query, key)))
+    return in_chunks(tensors, _Attention(dropout_p, is_causal, scale, enable_gqa, seed), chunk)
 
 
 def is_long(query: Tensor, key: Tensor) -> bool:
-    """Whether the matrix of scores is large: then memory is what matters, and chunks are not slower either."""
-    if query.dim() < 2 or key.dim() < 2:
-        return False
-    return _number_of_scores(query, key) * query.element_size() >= LONG
+    """Whether the matrix of scores is large, so that chunks save much memory and cost little time."""
+    return query.dim() > 1 and key.dim() > 1 and _number_of_scores(query, key) >= LONG
 
 
 def _number_of_scores(query: Tensor, key: Tensor) -> int:
@@ -66,34 +76,34 @@ def _number_of_scores(query: Tensor, key: Tensor) -> int:
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are tensors as such, outside of functional transforms and of the compiler."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+    """Whether these are tensors of no special kind, outside of functional transforms."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return False
-    return all(type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided for x in tensors)
+    return all(type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided for x in tensors)
 
 
-def _fits(query: Tensor, key: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> bool:
-    """Whether the arguments are such that chunks mean what the whole does; the others are mostly errors."""
-    if mask is not None and (is_causal or mask.dim() < 2 or mask.shape[-2] not in (1, query.shape[-2])):
-        return False
-    return 0 <= dropout_p < 1 and query.is_floating_point() and query.shape[-1] > 0 and key.shape[-2] > 0
+def _is_autocast(x: Tensor) -> bool:
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-def in_chunks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, part: _Attention, chunk: int) -> Tensor:
-    """Attention for `chunk` rows of q at a time."""
-    kind = q.device.type
-    on = kind != "meta" and torch.is_autocast_enabled(kind)
-    low = torch.get_autocast_dtype(kind) if on else q.dtype
-    by_row = mask is not None and mask.shape[-2] == q.shape[-2] > 1
-    tensors = [q, k, v] if mask is None else [q, k, v, mask]
-    with torch.autocast(kind, enabled=False) if on else nullcontext():
-        # what autocast does; and scores, and sums over chunks, are in float32 at least, as in the plain kernel
-        tensors = [x.to(low) if on and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
-        result = tensors[0].dtype
-        tensors = [x.float() if x.dtype in _LOW and not (i == 3 and by_row) else x for i, x in enumerate(tensors)]
-        plan = _Plan(part, q.shape[-2], chunk, (True, False, False, by_row)[: len(tensors)], (True,))
-        (out,) = _apply(plan, *tensors)
-        return out.to(result)
+def _fits(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool) -> bool:
+    """Whether these are arguments that the plain kernel takes, and of a kind for which chunks mean the same."""
+    if mask is not None:
+        rows = mask.shape[-2] if mask.dim() > 1 else 0
+        if is_causal or rows not in (1, q.shape[-2]) or mask.dtype not in (torch.bool, torch.float32, q.dtype):
+            return False
+    return q.is_floating_point() and q.dtype == k.dtype == v.dtype and q.shape[-1] > 0 and 0 <= dropout_p < 1
+
+
+def in_chunks(tensors: Sequence[Tensor], part: _Attention, chunk: int) -> Tensor:
+    """Attention of (Q, K, V) or (Q, K, V, M), for `chunk` rows of Q at a time."""
+    q, rows = tensors[0], tensors[0].shape[-2]
+    cut = (True, False, False, *(m.shape[-2] == rows > 1 for m in tensors[3:]))
+    # scores, and sums over chunks, are in float32 at least, as they are in the plain kernel
+    high = [x.float() if x.dtype in _LOW else x for x in tensors[:3]]
+    high += [m.float() if m.dtype in _LOW and not cut[3] else m for m in tensors[3:]]
+    (out,) = _apply(_Plan(part, rows, chunk, cut, (True,)), *high)
+    return out.to(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -163,13 +173,18 @@ class _Pull:
 
     def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         n, again = len(self.wanted), torch.is_grad_enabled()
-        xs = [_leaf(x) if w and not (again and x.requires_grad) else x for x, w in zip(inputs, self.wanted)]
+        xs = [
+            _leaf(x) if w and not (again and x.requires_grad) else x
+            for x, w in zip(inputs[:n], self.wanted, strict=True)
+        ]
         with torch.enable_grad():
             outputs = _those(self.part(rows, xs), self.given)
             pairs = [(y, a) for y, a in zip(outputs, inputs[n:], strict=True) if y.requires_grad]
             at = _those(xs, self.wanted)
             ys, along = [y for y, _ in pairs], [a for _, a in pairs]
-            grads = torch.autograd.grad(ys, at, along, create_graph=again, allow_unused=True) if ys else [None] * len(at)
+            grads = (
+                torch.autograd.grad(ys, at, along, create_graph=again, allow_unused=True) if ys else [None] * len(at)
+            )
         return [torch.zeros_like(x) if g is None else g for x, g in zip(at, grads, strict=True)]
 
 
@@ -212,6 +227,9 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: _Plan, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if _is_autocast(inputs[0]):  # in a backward pass, say: what is computed again is what it was
+            with torch.autocast(inputs[0].device.type, enabled=False):
+                return _InChunks.forward(plan, *inputs)
         totals: list[Tensor] = []
         inputs = tuple(x.detach() for x in inputs)
         for start in range(0, plan.rows, plan.chunk):
@@ -220,7 +238,9 @@ class _InChunks(torch.autograd.Function):
             xs = [x.narrow(-2, start, size) if cut else x for x, cut in zip(inputs, plan.cut, strict=True)]
             parts = plan.part(rows, xs)
             if not totals:
-                totals = [_empty(y, plan.rows) if joined else _zeros(y) for y, joined in zip(parts, plan.joined, strict=True)]
+                totals = [
+                    _empty(y, plan.rows) if joined else _zeros(y) for y, joined in zip(parts, plan.joined, strict=True)
+                ]
             for total, part, joined in zip(totals, parts, plan.joined, strict=True):
                 if joined:
                     total.narrow(-2, start, size).copy_(part)
