@@ -10,7 +10,6 @@ a sum over all rows. So is the derivative of that, in reverse and in forward mod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,11 +124,15 @@ class _Attention:
             mask = torch.ones(q.shape[-2], seen, dtype=torch.bool, device=q.device).tril(rows.start)
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
-        kept = self._kept(rows, q, k) if self.dropout_p > 0 else None
         # CPU, GPU and meta alike: composed of products and a softmax, all with derivatives of every order
         kernel = torch.ops.aten._scaled_dot_product_attention_math
         options = {"scale": self.scale, "enable_gqa": self.enable_gqa}
-        return kernel(q, k, v, mask, self.dropout_p, False, kept, **options)[:1]
+        if self.dropout_p == 0:
+            return kernel(q, k, v, mask, **options)[:1]
+        weights = kernel(q, k, v[..., :1], mask, **options)[1]
+        if self.enable_gqa:
+            v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+        return [(weights * self._kept(rows, q, k) / (1 - self.dropout_p)) @ v]
 
     def _kept(self, rows: slice, q: Tensor, k: Tensor) -> Tensor:
         """Where dropout keeps a score: the same each time that the same rows are asked for."""
@@ -160,12 +163,13 @@ class _Plan:
     def push(self, moving: tuple[bool, ...]) -> _Plan:
         """(inputs, tangents of the moving inputs) ↦ tangents of the outputs."""
         cut = (*self.cut, *_those(self.cut, moving))
-        return _Plan(_Push(self.part, moving), self.rows, self.chunk, cut, self.joined)
+        part = _PushOfPull(self.part, moving) if isinstance(self.part, _Pull) else _Push(self.part, moving)
+        return _Plan(part, self.rows, self.chunk, cut, self.joined)
 
 
 @dataclass(frozen=True)
 class _Pull:
-    """One chunk's share of the gradients: its outputs are computed again, with a graph that lives no longer."""
+    """One chunk's share of the gradients ∇⟨y(x), a⟩: y is computed again, with a graph that lives no longer."""
 
     part: Part
     given: tuple[bool, ...]
@@ -173,53 +177,74 @@ class _Pull:
 
     def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         n, again = len(self.wanted), torch.is_grad_enabled()
-        xs = [
-            _leaf(x) if w and not (again and x.requires_grad) else x
-            for x, w in zip(inputs[:n], self.wanted, strict=True)
-        ]
+        xs, along = _leaves(inputs[:n], self.wanted), inputs[n:]
         with torch.enable_grad():
-            outputs = _those(self.part(rows, xs), self.given)
-            pairs = [(y, a) for y, a in zip(outputs, inputs[n:], strict=True) if y.requires_grad]
-            at = _those(xs, self.wanted)
-            ys, along = [y for y, _ in pairs], [a for _, a in pairs]
-            grads = (
-                torch.autograd.grad(ys, at, along, create_graph=again, allow_unused=True) if ys else [None] * len(at)
-            )
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(at, grads, strict=True)]
+            ys = _those(self.part(rows, xs), self.given)
+            return _filled(_grad(ys, _those(xs, self.wanted), along, again), _those(xs, self.wanted))
 
 
 @dataclass(frozen=True)
 class _Push:
-    """One chunk's share of the tangents, by forward mode."""
+    """One chunk's share of the tangents ∂y/∂x·ẋ. ∇⟨y(x), c⟩ is linear in c, and so this is ∂⟨∇⟨y(x), c⟩, ẋ⟩/∂c.
+
+    (Forward mode proper would need a level for each chunk: a level holds on to what is computed in it with a graph.)
+    """
 
     part: Part
     moving: tuple[bool, ...]
 
     def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        n = len(self.moving)
-        tangents = iter(inputs[n:])
-        with _forward_mode():
-            xs = [
-                forward_ad.make_dual(x, next(tangents)) if moves else x
-                for x, moves in zip(inputs[:n], self.moving, strict=True)
-            ]
-            duals = [forward_ad.unpack_dual(y) for y in self.part(rows, xs)]
-            return [torch.zeros_like(y.primal) if y.tangent is None else y.tangent for y in duals]
+        n, again = len(self.moving), torch.is_grad_enabled()
+        xs, tangents = _leaves(inputs[:n], self.moving), inputs[n:]
+        with torch.enable_grad():
+            ys = self.part(rows, xs)
+            cs = [torch.zeros_like(y).requires_grad_() for y in ys]
+            pulled = _grad(ys, _those(xs, self.moving), cs, True)
+            return _filled(_grad(pulled, cs, tangents, again), cs)
 
 
-class _forward_mode(AbstractContextManager[None]):
-    """The level of forward mode that there is, or one of its own; torch.autograd.Function has switched it off."""
+@dataclass(frozen=True)
+class _PushOfPull:
+    """One chunk's share of the tangents of ∇⟨y(x), a⟩ along (ẋ, ȧ): ∇[⟨∇⟨y(x), a⟩, ẋ⟩ + ⟨y(x), ȧ⟩], as a Hessian is
+    symmetric. This is forward over reverse at the price of double backward."""
 
-    def __enter__(self) -> None:
-        self._enabled = forward_ad._set_fwd_grad_enabled(True)  # pyright: ignore
-        self._enabled.__enter__()
-        outside = forward_ad._current_level < 0  # pyright: ignore[reportPrivateUsage]
-        self._level = forward_ad.dual_level() if outside else nullcontext()
-        self._level.__enter__()
+    pull: _Pull
+    moving: tuple[bool, ...]
 
-    def __exit__(self, *error: Any) -> None:
-        self._level.__exit__(*error)
-        self._enabled.__exit__(*error)
+    def __call__(self, rows: slice, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        wanted, again = self.pull.wanted, torch.is_grad_enabled()
+        n, m = len(wanted), len(self.moving)
+        moving, given_moving = self.moving[:n], self.moving[n:]
+        xs = _leaves(inputs[:n], [w or x for w, x in zip(wanted, moving, strict=True)])
+        along, tangents = inputs[n:m], inputs[m:]
+        with torch.enable_grad():
+            ys = _those(self.pull.part(rows, xs), self.pull.given)
+            pulled = _grad(ys, _those(xs, moving), along, True) if any(moving) else []
+            outputs = [*pulled, *_those(ys, given_moving)]
+            return _filled(_grad(outputs, _those(xs, wanted), tangents, again), _those(xs, wanted))
+
+
+def _leaves(xs: Sequence[Tensor], chosen: Sequence[bool]) -> list[Tensor]:
+    """The inputs, where the chosen ones are leaves of a new graph, or part of the graph that is being made already."""
+    again = torch.is_grad_enabled()
+    return [
+        x.detach().requires_grad_() if c and not (again and x.requires_grad) else x
+        for x, c in zip(xs, chosen, strict=True)
+    ]
+
+
+def _grad(
+    ys: Sequence[Tensor | None], xs: Sequence[Tensor], along: Sequence[Tensor], again: bool
+) -> Sequence[Tensor | None]:
+    pairs = [(y, a) for y, a in zip(ys, along, strict=True) if y is not None and y.requires_grad]
+    if not pairs:
+        return [None] * len(xs)
+    outputs, along = zip(*pairs, strict=True)
+    return torch.autograd.grad(outputs, xs, along, create_graph=again, allow_unused=True)
+
+
+def _filled(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(grads, like, strict=True)]
 
 
 class _InChunks(torch.autograd.Function):
@@ -276,12 +301,6 @@ def _apply(plan: _Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 def _those(xs: Sequence[Any], chosen: Sequence[bool]) -> list[Any]:
     return [x for x, c in zip(xs, chosen, strict=True) if c]
-
-
-def _leaf(x: Tensor) -> Tensor:
-    """x as a leaf of a new graph, with the tangent that it has."""
-    with torch.no_grad():
-        return x.view_as(x).requires_grad_()
 
 
 def _empty(rows: Tensor, n: int) -> Tensor:

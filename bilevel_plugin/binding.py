@@ -123,7 +123,7 @@ class Binding:
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
         self.weight_norm = any(map(_has_weight_norm, self.modules))
-        self.long_attention = False  # whether a loss calls attention by a name of its own, on long sequences
+        self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by a name of its own
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: _Session | None = None
         self.opened = 0  # when the block was opened, in autograd's own count
@@ -407,8 +407,7 @@ class Binding:
 
     @contextmanager
     def _looking(self, look: FirstLook) -> Generator[None]:
-        long = LongAttention(first_look=not self.long_attention)
-        with _first_look(look, self.model), long:
+        with _first_look(look, self.model), LongAttention() as long:
             yield
         self.long_attention = self.long_attention or long.seen
 

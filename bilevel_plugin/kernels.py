@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from .attention import MATH_KERNEL, attention, is_long
+from .attention import MATH_KERNEL, attention
 from .graph import checkpointing, map_tensors
 
 T = TypeVar("T")
@@ -117,27 +118,22 @@ def _attention_in_block(*args: Any, **kwargs: Any) -> Tensor:
 
 
 class LongAttention(TorchFunctionMode):
-    """Long attention in chunks also where a model has imported the function itself, and calls it by its own name.
+    """Long attention in chunks also where a model has imported the function itself, and calls it by a name of its own.
 
     A mode has its price, and so it is there for the first look at a loss, and afterwards if that has seen such a call.
-    A part under activation checkpointing has to run again as it did at first, when the first look is over.
+    What is under activation checkpointing has to run again as it did at first, when the first look is over: it takes
+    the plain kernel.
     """
 
-    def __init__(self, *, first_look: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._first_look = first_look
         self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is MATH_KERNEL:
-            self.seen = self.seen or is_long(*_query_and_key(*args, **kwargs))
-            func = func if self._first_look and checkpointing() else attention
-        return func(*args, **kwargs)
-
-
-def _query_and_key(query: Tensor, key: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    return query, key
+        ours = attention.__code__  # which calls the kernel for what is short
+        if func is MATH_KERNEL and sys._getframe(1).f_code is not ours and not checkpointing():  # pyright: ignore
+            self.seen, func = True, attention
+        return func(*args, **(kwargs or {}))
 
 
 class _PlainWeightNorm(TorchFunctionMode):
