@@ -158,9 +158,9 @@ def page(lengths: Sequence[int], shapes: Sequence[tuple[int, int, int]], rounds:
     lines = [
         "# Long attention",
         "",
-        f"Made by `make attention` on {machine([])['cpu']}, {os.cpu_count()} cores, one thread, torch "
+        f"Made by `python -m benchmarks.attention --rounds {rounds}` on {machine([])['cpu']}, {os.cpu_count()} cores, one thread, torch "
         f"{torch.__version__}. float32; peaks of the bytes that tensors hold; "
-        f"medians of {rounds} times (of {3 * rounds} in the last table), plain and chunks in turns.",
+        f"times are medians of {rounds} (of {3 * rounds} in the last table), plain and chunks in turns.",
         "",
         '"Plain" is the math kernel of PyTorch, the only one with a second derivative. "Chunks" are rows of queries, '
         f"2^{part} scores at a time, or as many rows as a head has numbers. Their pullbacks differ by "

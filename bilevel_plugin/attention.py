@@ -19,8 +19,8 @@ from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function, has_torch_function
 
 MATH_KERNEL = torch._C._nn.scaled_dot_product_attention  # pyright: ignore  # by the switches that `kernels` sets
-# In float32 these are 32 MiB. There, malloc begins to ask the system for each matrix anew, and chunks take hardly more
-# time; below, they would take up to twice as long (`python -m benchmarks.attention`).
+# In float32 these are 32 MiB. From there on, malloc asks the system for each matrix anew, which costs the plain kernel
+# time; below, chunks would take up to twice as long for little memory (`python -m benchmarks.attention`).
 LONG = 2**23  # scores, from which on rows are taken in chunks
 CHUNK = 2**20  # scores in a chunk
 _LOW = torch.float16, torch.bfloat16
@@ -66,7 +66,7 @@ def attention(
 
 
 def is_long(query: Tensor, key: Tensor) -> bool:
-    """Whether the matrix of scores is large, so that chunks save much memory and cost little time."""
+    """Whether the matrix of scores is large, so that chunks save much memory."""
     return query.dim() > 1 and key.dim() > 1 and _number_of_scores(query, key) >= LONG
 
 

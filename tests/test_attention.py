@@ -586,3 +586,11 @@ def test_forward_over_reverse_is_linear_too(always, monkeypatch):
 
     run(64)()
     assert live(run(1024)) < 1.1 * 4 * live(run(256))
+
+
+def test_the_page_of_the_benchmark_is_made():
+    from benchmarks.attention import page
+
+    text = page((16, 32), [(1, 2, 16)], 1)
+    assert text.count("\n| ") == 3 * 4 + 3
+    assert chunks.LONG == 2**23
