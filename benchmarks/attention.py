@@ -158,8 +158,8 @@ def page(lengths: Sequence[int], shapes: Sequence[tuple[int, int, int]], rounds:
     lines = [
         "# Long attention",
         "",
-        f"Made by `python -m benchmarks.attention --rounds {rounds}` on {machine([])['cpu']}, {os.cpu_count()} cores, one thread, torch "
-        f"{torch.__version__}. float32; peaks of the bytes that tensors hold; "
+        f"Made by `python -m benchmarks.attention --rounds {rounds}` on {machine([])['cpu']}, {os.cpu_count()} cores, "
+        f"one thread, torch {torch.__version__}. float32; peaks of the bytes that tensors hold; "
         f"times are medians of {rounds} (of {3 * rounds} in the last table), plain and chunks in turns.",
         "",
         '"Plain" is the math kernel of PyTorch, the only one with a second derivative. "Chunks" are rows of queries, '

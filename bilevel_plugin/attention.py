@@ -45,7 +45,7 @@ def attention(
     """
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     tensors = [query, key, value] if attn_mask is None else [query, key, value, attn_mask]
-    if torch.compiler.is_compiling() or not is_long(query, key) or not _are_plain(tensors):
+    if torch.compiler.is_compiling() or not _are_plain(tensors) or not is_long(query, key):
         return MATH_KERNEL(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if has_torch_function(tensors):  # a mode wants to see it
         args = query, key, value, attn_mask, dropout_p, is_causal
@@ -58,7 +58,7 @@ def attention(
     if not _fits(query, key, value, attn_mask, dropout_p, is_causal):
         return MATH_KERNEL(query, key, value, attn_mask, dropout_p, is_causal, **options)
     # drawn from the generator of the process, which a step that is run again puts back
-    seed = int(torch.randint(2**62, ())) if dropout_p > 0 else 0
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout_p > 0 else 0
     rows = query.shape[-2]
     # with as many rows as a key has numbers, the scores of a chunk take no more memory than the keys
     chunk = min(rows, max(query.shape[-1], rows * CHUNK // _number_of_scores(query, key)))
@@ -78,7 +78,7 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether these are tensors of no special kind, outside of functional transforms."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return False
-    return all(type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided for x in tensors)
+    return all(type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_nested for x in tensors)
 
 
 def _is_autocast(x: Tensor) -> bool:

@@ -302,6 +302,20 @@ def test_functional_transforms_and_the_compiler_take_the_plain_kernel(always):
     assert not always
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_go_to_the_kernel(always, layout):
+    parts = [torch.randn(n, 2, 3) for n in (4, 6)]
+    x = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
+    x = x.contiguous() if layout == torch.strided else x
+    with twice_differentiable():
+        found = F.scaled_dot_product_attention(x, x, x)
+    for y, part in zip(found.unbind(), parts, strict=True):
+        p = part.transpose(0, 1)
+        torch.testing.assert_close(y, MATH(p, p, p)[0])
+    assert not always
+
+
 def test_short_sequences_are_left_to_the_kernel_bit_for_bit(monkeypatch):
     monkeypatch.setattr(chunks, "in_chunks", None)
     q, k, v = tensors(Q, K, K)
