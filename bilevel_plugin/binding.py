@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .graph import DerivativeWarning, FirstLook, State, map_tensors, same_bits, sequence_number, tensors_of
-from .kernels import EXCLUSIVE, NORMALISATIONS, TakingDirection, evaluating, twice_differentiable
+from .kernels import EXCLUSIVE, NORMALISATIONS, LongAttention, TakingDirection, evaluating, twice_differentiable
 
 Loss = Callable[..., Tensor]
 _RUNNING = ("running_mean", "running_var")
@@ -123,6 +123,7 @@ class Binding:
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
         self.weight_norm = any(map(_has_weight_norm, self.modules))
+        self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by a name of its own
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: _Session | None = None
         self.opened = 0  # when the block was opened, in autograd's own count
@@ -398,17 +399,28 @@ class Binding:
             if n in buffers:
                 holder[name] = buffers[n]
 
-    def twice_differentiable(self, statistics: TakingDirection | None = None) -> AbstractContextManager[Any]:
+    def twice_differentiable(
+        self, statistics: TakingDirection | None = None, *, compiled: bool = False
+    ) -> AbstractContextManager[Any]:
         """Keep out the kernels whose second derivative is missing or wrong; those of running statistics, if asked."""
         return twice_differentiable(
-            recurrent_on_gpu=self._recurrent_on_gpu, weight_norm=self.weight_norm, statistics=statistics
+            recurrent_on_gpu=self._recurrent_on_gpu,
+            weight_norm=self.weight_norm,
+            long_attention=self.long_attention and not compiled,
+            statistics=statistics,
         )
 
     def _first_look(self, name: str, loss: Loss) -> AbstractContextManager[Any]:
         if (key := (name, code_of(loss))) in self.looked_at:
             return _NOTHING
         self.looked_at.add(key)
-        return _first_look(FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept), self.model)
+        return self._looking(FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept))
+
+    @contextmanager
+    def _looking(self, look: FirstLook) -> Generator[None]:
+        with _first_look(look, self.model), LongAttention() as long:
+            yield
+        self.long_attention = self.long_attention or long.seen
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         """function(model, *args), with what is inside."""

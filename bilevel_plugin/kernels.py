@@ -1,6 +1,7 @@
 """Which kernels are kept out of a loss, because their second derivative is missing or wrong, and why.
 
-- Fused attention has no second derivative, on the CPU either: the one written in plain products is taken.
+- Fused attention has no second derivative, on the CPU either: the one written in plain products is taken, for long
+  sequences in chunks (`attention`).
 - The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck: it is written out.
 - cuDNN's recurrent layers have no second derivative: the plain ones are taken.
 - Reentrant activation checkpointing can't be differentiated by torch.autograd.grad: the other kind is taken.
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
+from .attention import MATH_KERNEL, attention
 from .graph import checkpointing, map_tensors
 
 T = TypeVar("T")
@@ -32,28 +35,37 @@ NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._Inst
 
 
 def twice_differentiable(
-    *, recurrent_on_gpu: bool = False, weight_norm: bool = False, statistics: TakingDirection | None = None
+    *,
+    recurrent_on_gpu: bool = False,
+    weight_norm: bool = False,
+    long_attention: bool = False,
+    statistics: TakingDirection | None = None,
 ) -> AbstractContextManager[Any]:
     """Keep out the kernels whose second derivative is missing or wrong, as far as the model has use for them."""
-    if recurrent_on_gpu or weight_norm or statistics is not None:
-        return _several(recurrent_on_gpu, weight_norm, statistics)
+    if recurrent_on_gpu or weight_norm or long_attention or statistics is not None:
+        return _several(recurrent_on_gpu, weight_norm, long_attention, statistics)
     return _PLAIN_ATTENTION
 
 
 @contextmanager
-def _several(recurrent_on_gpu: bool, weight_norm: bool, statistics: TakingDirection | None) -> Generator[None]:
+def _several(
+    recurrent_on_gpu: bool, weight_norm: bool, long_attention: bool, statistics: TakingDirection | None
+) -> Generator[None]:
     no_cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent_on_gpu else nullcontext()
     plain = _PlainWeightNorm() if weight_norm else nullcontext()
     written_out = nullcontext() if statistics is None else RunningStatistics(statistics)
-    with _PLAIN_ATTENTION, no_cudnn, plain, written_out:
+    by_name = LongAttention() if long_attention else nullcontext()
+    with _PLAIN_ATTENTION, no_cudnn, plain, written_out, by_name:
         yield
 
 
 class _PlainAttention(AbstractContextManager[None]):
-    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price;
-    and activation checkpointing of the kind that has one.
+    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price, in
+    chunks for long sequences; and activation checkpointing of the kind that has one.
 
-    The switches belong to the process, and so this holds EXCLUSIVE.
+    The switches belong to the process, and so this holds EXCLUSIVE. The function of attention is replaced where torch
+    and most models look it up, which costs nothing where there is no attention; a mode would slow every operation
+    down, and not see what `F.multi_head_attention_forward` calls.
     """
 
     def __init__(self) -> None:
@@ -62,15 +74,23 @@ class _PlainAttention(AbstractContextManager[None]):
     def __enter__(self) -> None:
         EXCLUSIVE.acquire()
         checkpoint.CheckpointFunction = _NonReentrant  # pyright: ignore[reportAttributeAccessIssue]
+        if F.scaled_dot_product_attention is MATH_KERNEL:  # and not a function of somebody else's
+            F.scaled_dot_product_attention = _attention_in_block
         self._before.append([enabled() for enabled, _, _ in _ATTENTION])
         for _, enable, wanted in _ATTENTION:
             enable(wanted)
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._before)
 
     def __exit__(self, *error: object) -> None:
         for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
             enable(on)
         if not self._before:
             checkpoint.CheckpointFunction = _REENTRANT  # pyright: ignore[reportAttributeAccessIssue]
+            if F.scaled_dot_product_attention is _attention_in_block:
+                F.scaled_dot_product_attention = MATH_KERNEL
         EXCLUSIVE.release()
 
 
@@ -90,6 +110,30 @@ _ATTENTION = [
     (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
 ]
 _PLAIN_ATTENTION = _PlainAttention()
+
+
+def _attention_in_block(*args: Any, **kwargs: Any) -> Tensor:
+    """What F.scaled_dot_product_attention is while a loss runs, for a module that was first imported then later too."""
+    return (attention if _PLAIN_ATTENTION.is_on else MATH_KERNEL)(*args, **kwargs)
+
+
+class LongAttention(TorchFunctionMode):
+    """Long attention in chunks also where a model has imported the function itself, and calls it by a name of its own.
+
+    A mode has its price, and so it is there for the first look at a loss, and afterwards if that has seen such a call.
+    What is under activation checkpointing has to run again as it did at first, when the first look is over: it takes
+    the plain kernel.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = attention.__code__  # which calls the kernel for what is short
+        if func is MATH_KERNEL and sys._getframe(1).f_code is not ours and not checkpointing():  # pyright: ignore
+            self.seen, func = True, attention
+        return func(*args, **(kwargs or {}))
 
 
 class _PlainWeightNorm(TorchFunctionMode):

@@ -203,7 +203,7 @@ class CompiledStep(Step):
         binding = self.binding
         if not graph and self._compiler.is_known(self):
             try:
-                with binding.twice_differentiable():
+                with binding.twice_differentiable(compiled=True):
                     w = {n: z[n] for n in binding.parameters}
                     d, values, after, seen = self.functions().gradient(w, *self.arguments(buffers, z))
                 if any(x.grad_fn is not None for x in seen):
@@ -238,7 +238,7 @@ class CompiledStep(Step):
         functions, arguments = self.functions(), self.arguments(buffers, z)
         w = {n: z[n] for n in binding.parameters}
         try:
-            with binding.twice_differentiable():
+            with binding.twice_differentiable(compiled=True):
                 d = known_direction(self, z, after)
                 if d is None:
                     d = binding.mean_of_direction(functions.gradient(w, *arguments)[0])

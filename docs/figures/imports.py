@@ -12,7 +12,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end of what was made -->\n"
 
 ORDER = (  # a file imports what stands before it
-    "schedules", "graph", "kernels", "solvers", "optimizers", "updates", "binding", "conditions", "tasks", "parallel", "step",
+    "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "binding", "conditions", "tasks",
+    "parallel", "step",
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/__init__",
     "replay",
     "hypergrad/store", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
