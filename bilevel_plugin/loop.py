@@ -31,7 +31,9 @@ from .hypergrad import Engine
 from .hypergrad.base import End
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
-from .replay import Conditions, RecordedStep, refuse_hidden_parameter, undisturbed
+from .parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
+from .random_state import undisturbed
+from .replay import Conditions, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule, Value
 from .step import LossMonitor, Moved, Step, Term, disconnected
@@ -45,7 +47,8 @@ Check = Literal["first", "always", False]
 class Losses(NamedTuple):
     """The losses that a step evaluated, before it moved; None for one that has weight 0 in it.
 
-    aux is what h returned beside its value (`return loss, logits`), without a graph.
+    aux is what h returned beside its value (`return loss, logits`), without a graph. With micro= it is a list, with
+    an entry for each part of the batch; h and g are those of the whole batch.
     """
 
     h: Tensor | None
@@ -95,6 +98,7 @@ class Loop:
         binding.graphs_are_kept = engine.keeps_graphs
         self._last: dict[object, tuple[Step, Conditions | None]] = {}  # the last step of each kind
         self._accumulated: list[Tensor] = []  # losses since the last step
+        self._reductions: dict[object, Reduction] = {}  # of losses that were taken in parts
         self._trained: set[str] = set()  # weights that some step has moved
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
         self._outer_variables: list[tuple[Tensor, int]] = []  # that a kept graph has found, with their versions
@@ -105,7 +109,14 @@ class Loop:
     # --- the inner loop ---
 
     def step(
-        self, *batch: Any, outer: Any = None, only: Only | None = None, h: Loss | None = None, **named: Any
+        self,
+        *batch: Any,
+        outer: Any = None,
+        only: Only | None = None,
+        h: Loss | None = None,
+        micro: int | None = None,
+        reduction: Reduction | None = None,
+        **named: Any,
     ) -> Losses:
         """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
 
@@ -115,10 +126,15 @@ class Loop:
             only: an optimizer of this loop, a module, or parameters: the gradient is taken for these weights, and
                 these alone move.
             h: another inner loss, for this step.
+            micro: take the batches of h and g in so many parts along their first dimension, one graph at a time, in
+                the step and in its derivative: the same numbers, in the memory of one part. For losses that are means
+                or sums over samples; that is found out by their values, once for a loss, and refused if it is neither.
+            reduction: "mean" or "sum", to say which the losses are: nothing is compared then.
 
         After `accumulate`, a step takes no batch: it moves by what was gathered. Returns the losses before the step.
         """
         self._check_open()
+        parts = checked(micro, reduction)
         names = self._names_of(only)
         if self._accumulated and (batch or named or h is not None):
             raise TypeError(
@@ -145,19 +161,29 @@ class Loop:
             self._check_batch("outer=", self._outer)
             terms.append(Term("g", self._g, self._outer))
             weights_of_terms.append(weights[1])
-        moved = self._take(k, terms, weights_of_terms, self._update_at(k), names)
+        moved = self._take(k, terms, weights_of_terms, self._update_at(k), names, parts)
         self._k = k
         gathered, self._accumulated = self._accumulated, []
         value = sum(gathered[1:], gathered[0]) if gathered else moved.means.get("h")
         return Losses(value, moved.means.get("g"), self._binding.aux.get("h"))
 
-    def accumulate(self, *batch: Any, only: Only | None = None, h: Loss | None = None, **named: Any) -> Losses:
+    def accumulate(
+        self,
+        *batch: Any,
+        only: Only | None = None,
+        h: Loss | None = None,
+        micro: int | None = None,
+        reduction: Reduction | None = None,
+        **named: Any,
+    ) -> Losses:
         """Add the gradient of h on this micro-batch to that of the next step, as .backward() does without a step.
 
         `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is let go at once. The
-        gradients are summed: divide the loss by their number where you want the mean, as in the plain loop.
+        gradients are summed: divide the loss by their number where you want the mean, as in the plain loop. To take
+        one batch in parts, without a change of its numbers, there is `micro` (see `step`).
         """
         self._check_open()
+        parts = checked(micro, reduction)
         if "fixed point" in self._engine.needs:
             raise ValueError(
                 f"bilevel.inner: engine={type(self._engine).__name__} differentiates the fixed point of one step, and "
@@ -167,13 +193,19 @@ class Loop:
         weights = self._weights_of_losses(k)[:1]
         hooks = self._hooks()
         update = Accumulate() if hooks is None else Transformed([hooks], Accumulate(), closes_over=True)
-        moved = self._take(k, [self._term(h, batch, named)], weights, update, self._names_of(only))
+        moved = self._take(k, [self._term(h, batch, named)], weights, update, self._names_of(only), parts)
         value = moved.means.get("h")
         self._accumulated.append(torch.zeros(()) if value is None else value)
         return Losses(value, None, self._binding.aux.get("h"))
 
     def _take(
-        self, k: int, terms: list[Term], weights: list[Value], update: Update, only: frozenset[str] | None
+        self,
+        k: int,
+        terms: list[Term],
+        weights: list[Value],
+        update: Update,
+        only: frozenset[str] | None,
+        parts: tuple[int, Reduction | None] | None,
     ) -> Moved:
         """Take a step and record it."""
         binding = self._binding
@@ -185,6 +217,8 @@ class Loop:
         if self._tape.replays:
             terms = [Term(t.name, t.loss, cut_graph(t.batch, cut)) for t in terms]
         step = self._tape.make_step(k, binding, terms, weights, update, only)
+        if parts is not None:
+            step.micro = self._micro(step, *parts)
         recorded = RecordedStep(step, self._buffers, cut)
         with EXCLUSIVE:
             moved = self._tape.step(recorded, self._z, self._monitor)
@@ -205,6 +239,25 @@ class Loop:
             setattr(x, OWNER, self._binding.token)  # to tell a loss= of earlier weights
         self._mark = sequence_number()
         return moved
+
+    def _micro(self, step: Step, parts: int, reduction: Reduction | None) -> Micro:
+        """The parts of a step, with what each of its losses is of them: found out the first time."""
+        binding = self._binding
+        modes = tuple(m.training for m in binding.modules)
+        found: list[tuple[str, Reduction]] = []
+        for t in step.terms:
+            key = t.name, code_of(t.loss), parts, reduction, modes
+            if (known := self._reductions.get(key)) is None:
+                known = reduction
+                where = binding, self._z, self._buffers, t.name, t.loss, t.batch, parts
+                if reduction is not None:
+                    refuse_batch_statistics(*where)
+                else:
+                    known = find_reduction(*where, unit=Conditions(binding).unit)
+                if known is not None:
+                    self._reductions[key] = known
+            found.append((t.name, known or "mean"))  # one that is not finite is told of by the step
+        return Micro(parts, tuple(found))
 
     def _weights_of_losses(self, k: int) -> list[Value]:
         # a rate that is a tensor may be written to: its number is recorded
@@ -282,7 +335,7 @@ class Loop:
         return update if hooks is None else Transformed([hooks], update, closes_over=True)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
-        """`steps` inner steps on the same batch. Returns the losses before the last of them."""
+        """`steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last."""
         if steps < 1:
             raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
         for _ in range(steps - 1):
@@ -531,6 +584,8 @@ class Loop:
                     found, start = self._tape.pull(end, wanted, create_graph)
                 batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
                 for step, conditions in self._last.values():
+                    if step.micro is not None:  # the derivatives of a part are the same function of it
+                        step = step.parts()[0].step
                     self._sentinel.examine(step, conditions, self._z, self._buffers, batch, self._trained)
                 if not binding.all_agree(is_finite(found.values())):
                     k = self._tape.first_step_not_finite(end)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .binding import NESTED, OWNER, Binding, code_of, evaluating_loss
 from .graph import (
@@ -31,7 +31,9 @@ from .graph import (
     tensors_of,
 )
 from .kernels import EXCLUSIVE
+from .pullback import micro
 from .pullback.base import Pull, Pulled
+from .random_state import RandomStates, random_states, same_random_states, set_modes, set_random_states
 from .step import LossMonitor, Moved, Step, disconnected
 from .updates import SUM
 
@@ -45,7 +47,7 @@ class Conditions:
         self._binding = binding
         self._modes = [m.training for m in binding.modules]
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
-        self._random: dict[torch.device | None, Tensor] | None = _random_states(binding.devices)
+        self._random: RandomStates | None = random_states(binding.devices)
 
     def __eq__(self, other: object) -> bool:
         """Whether two calls that drew no random numbers saw the same."""
@@ -66,8 +68,8 @@ class Conditions:
 
     def end_of_call(self) -> None:
         """Drop the random state if nothing was drawn from it."""
-        now = _random_states(self._binding.devices)
-        if self._random is not None and all(same_bits(s, now[d]) for d, s in self._random.items()):
+        now = random_states(self._binding.devices)
+        if self._random is not None and same_random_states(self._random, now):
             self._random = None
 
     @property
@@ -77,62 +79,30 @@ class Conditions:
         types += [dtype for on, dtype in self._autocast.values() if on]
         return max(torch.finfo(t).eps for t in types)
 
+    @property
+    def unit(self) -> float:
+        """How far two ways to compute the same loss may differ, relative to its size."""
+        on_host = not self.autocast and not self._binding.devices
+        return 1000 * self.precision if on_host else max(1000 * self.precision, self.precision**0.5)
+
     @contextmanager
     def replaying(self, *, autocast: bool = True) -> Generator[None]:
         """The same conditions once more; those of the caller come back at the end."""
         modules = self._binding.modules
         with EXCLUSIVE, ExitStack() as stack:
             modes = [m.training for m in modules]
-            random = None if self._random is None else _random_states(self._binding.devices)
+            random = None if self._random is None else random_states(self._binding.devices)
             for kind, (on, dtype) in self._autocast.items():
                 on = on and autocast
                 if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))
             try:
-                _set_modes(modules, self._modes)
-                _set_random_states(self._random)
+                set_modes(modules, self._modes)
+                set_random_states(self._random)
                 yield
             finally:
-                _set_modes(modules, modes)
-                _set_random_states(random)
-
-
-@contextmanager
-def undisturbed(binding: Binding) -> Generator[None]:
-    """Modes that a loss sets inside do not stay, and random numbers that it draws are drawn again by what comes after.
-
-    So a look at g changes nothing, and `hypergrad` differentiates the very value that `loop.value` has.
-    """
-    modes, random = [m.training for m in binding.modules], _random_states(binding.devices)
-    try:
-        yield
-    finally:
-        _set_modes(binding.modules, modes)
-        _set_random_states(random)
-
-
-def _set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
-    for module, mode in zip(modules, modes, strict=True):
-        if module.training != mode:
-            module.training = mode
-
-
-def _random_states(devices: set[torch.device]) -> dict[torch.device | None, Tensor]:
-    states: dict[torch.device | None, Tensor] = {None: torch.get_rng_state()}
-    for d in devices:
-        module = torch.get_device_module(d)
-        states[d] = module.get_rng_state() if d.type == "mps" else module.get_rng_state(d)
-    return states
-
-
-def _set_random_states(states: dict[torch.device | None, Tensor] | None) -> None:
-    for d, state in (states or {}).items():
-        if d is None:
-            torch.set_rng_state(state)
-        elif d.type == "mps":
-            torch.get_device_module(d).set_rng_state(state)
-        else:
-            torch.get_device_module(d).set_rng_state(state, d)
+                set_modes(modules, modes)
+                set_random_states(random)
 
 
 class RecordedStep:
@@ -237,7 +207,7 @@ class RecordedStep:
         for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
             if alike(mine := getattr(before, name), getattr(self, name)):
                 setattr(self, name, mine)
-        for name in ("terms", "weights", "update", "only"):
+        for name in ("terms", "weights", "update", "only", "micro", "touched"):
             if alike(mine := getattr(before.step, name), getattr(self.step, name)):
                 setattr(self.step, name, mine)
 
@@ -282,7 +252,7 @@ class RecordedStep:
         """a·∂Φ/∂z at z; a·∂Φ/∂λ is added to the sums, for `inputs`, or for every leaf if None."""
         wanted = self.leaves if inputs is None else inputs
         with self._replaying():
-            pulled = how(self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted])
+            pulled = micro.pull(how, self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted])
         self._check_values(pulled.values)
         into.collect(self.cut, wanted, pulled.wanted)
         return pulled
@@ -386,4 +356,4 @@ def alike(x: Any, y: Any) -> bool:
         return len(x) == len(y) and all(map(alike, x, y))
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(alike(x[n], y[n]) for n in x)
-    return isinstance(x, (int, float, str, Conditions)) and x == y
+    return isinstance(x, (int, float, str, frozenset, Conditions)) and x == y

@@ -1,0 +1,43 @@
+"""The derivative of a step whose batch is taken in parts: any pullback, applied to one part after the other.
+
+Both d = ∇ℓ and ∇⟨∇ℓ, u⟩ are sums over the parts. The cotangent u is that of their sum: it comes from the update, which
+may read the numbers of d. So: d, summed over the parts without a graph, if the update reads it; then
+u = a·∂Υ/∂d; then, for each part, ∇⟨∇ℓ_i, u⟩. No more than the graph of one part is there at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..graph import State
+from ..random_state import undisturbed
+from ..step import Step
+from .base import Pull, Pulled, add
+
+
+def pull(how: Pull, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor]) -> Pulled:
+    """The pullback `how` of the step, or of each of its parts."""
+    if step.micro is None:
+        return how(step, z, buffers, a, wanted)
+    binding, update = step.binding, step.update
+    if update.reads_direction or step.touched is None:
+        with undisturbed(binding), binding.inside(z, buffers) as inside:
+            d = step.evaluate(inside, create_graph=False).direction
+    else:
+        d = {n: z[n].detach().new_zeros(()).expand_as(z[n]) for n in step.touched}
+    after = update.pull(z, binding.mean_of_direction(d), a, wanted)
+    adjoint: dict[str, Tensor | None] = {**after.adjoint}
+    grads, values = list(after.wanted), State()
+    for part in step.parts():
+        pulled = how(part.step, z, buffers, after.cotangent, wanted)
+        for n, x in pulled.adjoint.items():
+            adjoint[n] = add(adjoint.get(n), x)
+        grads = [add(x, y) for x, y in zip(grads, pulled.wanted, strict=True)]
+        part.add_values(pulled.values, values)
+        del pulled
+    to = {n: x for n, x in after.to.items() if n.partition("@")[0] not in binding.statistics}
+    return Pulled(
+        {n: x for n, x in adjoint.items() if x is not None}, grads, to if update.reads_direction else {}, values
+    )
