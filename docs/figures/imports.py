@@ -13,7 +13,7 @@ BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end 
 
 ORDER = (  # a file imports what stands before it
     "schedules", "graph", "kernels", "solvers", "optimizers", "updates", "binding", "tasks", "parallel",
-    "random_state", "parts", "step",
+    "random_state", "parts", "fetching", "step",
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/compiled", "pullback/micro", "pullback/__init__",
     "replay",
     "hypergrad/store", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
