@@ -76,6 +76,11 @@ class Source:
         args, named = _call(fetch)
         return args, named, Source(fetch, tuple(named), (*args, *named.values()))
 
+    def share_with(self, before: Source) -> None:
+        """Hold the same objects as the source of another step, where they are equal."""
+        self.shapes = before.shapes if before.shapes == self.shapes else self.shapes
+        self._names = before._names if before._names == self._names else self._names
+
     def fetch_again(self, k: int) -> tuple[Any, ...]:
         """The batch once more, as it was for step k."""
         with torch.no_grad():

@@ -67,6 +67,11 @@ class Conditions:
     def autocast(self) -> bool:
         return any(on for on, _ in self._autocast.values())
 
+    def share_with(self, before: Conditions) -> None:
+        """Hold the same modes as another call, where they are equal: a model may have hundreds of modules."""
+        if self._modes == before._modes and self._autocast == before._autocast:
+            self._modes, self._autocast = before._modes, before._autocast
+
     def end_of_call(self) -> None:
         """Drop the random states from which nothing was drawn."""
         if self._random is not None:
@@ -216,6 +221,10 @@ class RecordedStep:
         """Hold the same objects as the step before, where they are equal."""
         if before is None:
             return
+        if self.conditions is not None and before.conditions is not None:
+            self.conditions.share_with(before.conditions)
+        if self.source is not None and before.source is not None:
+            self.source.share_with(before.source)
         for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
             if alike(mine := getattr(before, name), getattr(self, name)):
                 setattr(self, name, mine)
