@@ -134,7 +134,13 @@ class Inner:
         self._losses = h, g
         self._check: Check = check
         self._optimizers, self._formula = resolve_optimizer(optimizer)
-        self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None, bool(self._optimizers))
+        if self._optimizers and isinstance(lr, (int, float)):
+            raise ValueError(
+                f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its own. Leave "
+                "lr out, or leave the optimizer out. (A tensor, or a function of k, as lr= multiplies the optimizer's "
+                "rates.)"
+            )
+        self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)
         self._direction, self._clip = checked_direction(direction), resolve_clip(clip)
         for name, given in (("clip=", clip), ("direction=", direction)):

@@ -147,13 +147,10 @@ class Penalty(StepRule):
 SOLVERS: dict[str, Callable[[Rate], StepRule]] = {"gd": GD, "bigsam": BiGSAM, "bda": BDA, "penalty": Penalty}
 
 
-def resolve(
-    solver: str | StepRule, lr: Rate | None, has_optimizer: bool, has_rates: bool
-) -> tuple[StepRule, Rate | None]:
+def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tuple[StepRule, Rate | None]:
     """The solver that `inner` was asked for, and the rate of the update; None where solver or optimizer have it.
 
-    A solver by name has rates 1: the rate is the update's, as in the loop that it stands for. Beside an optimizer that
-    `has_rates` of its own, lr is a factor on them, if it is a tensor or a function of k.
+    A solver by name has rates 1: the rate is the update's, as in the loop that it stands for.
     """
     if isinstance(solver, StepRule):
         if lr is not None:
@@ -165,11 +162,6 @@ def resolve(
     if solver not in SOLVERS:
         known = ", ".join(map(repr, SOLVERS))
         raise ValueError(f"bilevel.inner: unknown solver {solver!r}. Known: {known}, or a StepRule object.")
-    if has_rates and isinstance(lr, (int, float)):
-        raise ValueError(
-            f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its own. Leave lr "
-            "out, or leave the optimizer out. (A tensor, or a function of k, as lr= multiplies the optimizer's rates.)"
-        )
     if has_optimizer and lr is None:
         return SOLVERS[solver](1.0), None
     rate = 1e-3 if lr is None else lr  # torch.optim.SGD's default, and the paper's rate
