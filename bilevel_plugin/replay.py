@@ -87,8 +87,8 @@ class Conditions:
     @property
     def unit(self) -> float:
         """How far two ways to compute the same loss may differ, relative to its size."""
-        on_host = not self.autocast and not self._binding.devices
-        return 1000 * self.precision if on_host else max(1000 * self.precision, self.precision**0.5)
+        root = self.precision**0.5
+        return root if self._binding.devices else min(1000 * self.precision, root)
 
     @contextmanager
     def replaying(self, *, autocast: bool = True) -> Generator[None]:

@@ -29,7 +29,16 @@ def smooth_model():
 
 
 def solve(
-    make, share, group=None, engine="reverse", solver="gd", optimizer=None, steps=STEPS, wrt_start=True, micro=None
+    make,
+    share,
+    group=None,
+    engine="reverse",
+    solver="gd",
+    optimizer=None,
+    steps=STEPS,
+    wrt_start=True,
+    micro=None,
+    fetch=False,
 ):
     """Gradients for weights of the samples (a rank's own), a regulariser, a rate and w_0 (of all); and g.
 
@@ -54,7 +63,8 @@ def solve(
     inputs = [lam, mu, rate, *(model.parameters() if wrt_start else ())]
     with bilevel.inner(model, h, g, engine=engine, **options) as loop:
         rows = torch.arange(len(x))
-        loop.run(steps, x, y, rows, outer=(x_val, y_val), micro=micro if group else None)
+        batch = {"fetch": lambda: {"x": x, "y": y, "rows": rows}} if fetch else {"x": x, "y": y, "rows": rows}
+        loop.run(steps, outer=(x_val, y_val), micro=micro if group else None, **batch)
         grads = loop.hypergrad(inputs)
         own = loop.hypergrad(mu, loss=(loop(x_val) ** 2).mean())
         loop.backward()
@@ -118,6 +128,7 @@ CASES = {
     "adam, in parts": {"optimizer": adam, "micro": 3},
     "unroll, in parts": {"engine": "unroll", "micro": 3},
     "memory, in parts": {"engine": bilevel.Reverse(memory="40kB"), "micro": 3},
+    "fetched": {"micro": 2, "fetch": True, "engine": bilevel.Reverse(checkpoint=2)},
     "cg": {"engine": "cg", **SETTLED},
     "neumann": {"engine": "neumann", **SETTLED},
     "features": {"run": features},

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import relative
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_plugin as bilevel
 from benchmarks.measure import live
@@ -253,6 +254,49 @@ def test_running_statistics_of_other_steps_are_followed():
 
     for engine in ("reverse", "unroll"):
         same(run(M, engine), run(None, "unroll"), 1e-10)
+
+
+LOSSES = {
+    "stop_gradient": lambda m, x, y: (
+        F.cross_entropy(m(x), y, reduction="none") * bilevel.stop_gradient(m(x)).exp().sum(1)
+    ).mean(),
+    "checkpointed": lambda m, x, y: F.cross_entropy(checkpoint(m, x, use_reentrant=False), y),
+    "a parameter that is closed over": lambda m, x, y: F.cross_entropy(m(x), y) + m[0].weight.square().sum(),
+}
+
+
+@pytest.mark.parametrize("options", ["sgd", "adam"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_losses_do(name, options):
+    data = Data()
+    data.h = lambda model, x, y, rows: LOSSES[name](model, x, y) * (1 + data.lam[rows].sum() * 0 + data.scale)
+    whole, parts = (data.run(m, inputs=[data.scale], **made(OPTIONS[options], data.model)) for m in (None, M))
+    same(parts, whole)
+
+
+def test_a_part_of_the_weights():
+    data = Data()
+
+    def run(micro):
+        with bilevel.inner(data.model, data.h, data.g, lr=0.2, check=False) as loop:
+            for part in (data.model[0], data.model[2], data.model[0]):
+                loop.step(data.x, data.y, data.rows, outer=(data.xv, data.yv), only=part, micro=micro)
+            return loop.hypergrad(data.inputs)
+
+    same(run(M), run(None))
+
+
+def test_under_autocast():
+    data = Data()
+    data.model.float()
+    data.x, data.xv = data.x.float(), data.xv.float()
+
+    def run(micro, engine):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return data.run(micro, engine=engine)[2]
+
+    assert relative(run(M, "reverse"), run(M, "unroll")) < 0.02
+    assert relative(run(M, "reverse"), run(None, "reverse")) < 0.05
 
 
 def test_losses_are_those_of_the_whole_batch_and_aux_is_a_list():
