@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .binding import AUX, NESTED, OWNER, Binding, Inside, Loss, WithKeywords, code_of, evaluating_loss, scalar
+from .conditions import undisturbed
 from .fetching import Source
 from .graph import (
     Gradients,
@@ -33,7 +34,6 @@ from .hypergrad.base import End
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
 from .parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
-from .random_state import undisturbed
 from .replay import Conditions, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule, Value

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .binding import Binding, Loss
+from .conditions import drawn_from, random_states, undisturbed
 from .graph import State
 from .kernels import EXCLUSIVE
-from .random_state import drawn_from, random_states, undisturbed
 
 Reduction = Literal["mean", "sum"]
 

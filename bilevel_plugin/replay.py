@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .binding import NESTED, OWNER, Binding, code_of, evaluating_loss
+from .conditions import RandomStates, drawn_from, random_states, set_modes, set_random_states
 from .fetching import Source
 from .graph import (
     GRAPH_TO_WEIGHTS,
@@ -34,7 +35,6 @@ from .graph import (
 from .kernels import EXCLUSIVE
 from .pullback import micro
 from .pullback.base import Pull, Pulled
-from .random_state import RandomStates, drawn_from, random_states, set_modes, set_random_states
 from .step import LossMonitor, Moved, Step, Term, disconnected
 from .updates import SUM
 
@@ -228,7 +228,7 @@ class RecordedStep:
         for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
             if alike(mine := getattr(before, name), getattr(self, name)):
                 setattr(self, name, mine)
-        for name in ("terms", "weights", "update", "only", "micro", "touched"):
+        for name in ("terms", "weights", "update", "only", "micro", "directed"):
             if alike(mine := getattr(before.step, name), getattr(self.step, name)):
                 setattr(self.step, name, mine)
 
@@ -406,4 +406,4 @@ def alike(x: Any, y: Any) -> bool:
         return len(x) == len(y) and all(map(alike, x, y))
     if isinstance(x, dict):
         return x.keys() == y.keys() and all(alike(x[n], y[n]) for n in x)
-    return isinstance(x, (int, float, str, frozenset, Conditions)) and x == y
+    return isinstance(x, (int, float, str, Conditions)) and x == y

@@ -59,7 +59,7 @@ class Moved:
 class Step:
     """Φ_k: z ↦ z⁺ = Υ_k(z, ∇_w Σ c·loss), for all weights w or `only` some."""
 
-    __slots__ = ("binding", "k", "micro", "only", "terms", "touched", "update", "weights")
+    __slots__ = ("binding", "directed", "k", "micro", "only", "terms", "update", "weights")
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Step:
         self.terms = tuple(terms[i] for i in used)
         self.weights = tuple(weights[i] for i in used)
         self.micro: Micro | None = None  # in how many parts the batches are taken
-        self.touched: frozenset[str] | None = None  # in parts: the weights that the losses read, once it is known
+        self.directed: tuple[str, ...] = ()  # the weights that have a direction, once the step was taken
 
     @property
     def what(self) -> str:
@@ -113,7 +113,9 @@ class Step:
             terms = [Term(t.name, t.loss, piece.batch) for t, _, piece in mine]
             with torch.enable_grad():
                 weights = [c if factors[t.name] == 1 else c * factors[t.name] for t, c, _ in mine]
-            parts.append(Part(Step(self.k, self.binding, terms, weights, Gradient(), self.only), factors))
+            step = Step(self.k, self.binding, terms, weights, Gradient(), self.only)
+            step.directed = self.directed
+            parts.append(Part(step, factors))
         return parts
 
     def _evaluate_parts(self, inside: Inside, create_graph: bool) -> Evaluated:
@@ -144,7 +146,6 @@ class Step:
                     leaves.update((id(y), y) for y in find_leaves(x, state, inside.watched.values())[0])
             del weighted, d
         self.binding.aux.update({n: x if any(y is not None for y in x) else None for n, x in aux.items()})
-        self.touched = frozenset(direction)
         known = None if create_graph else list(leaves.values())
         return Evaluated(kept, values, direction, inside.buffers(), leaves=known)
 
@@ -171,6 +172,7 @@ class Step:
         update, binding = self.update, self.binding
         with full_precision(), torch.set_grad_enabled(graph):
             d = binding.mean_of_direction(direction)
+            self.directed = tuple(d)
             if not update.closes_over:
                 return update(at, d), update.moves(at, d), ()
         with full_precision(), torch.enable_grad():
@@ -249,7 +251,7 @@ class Gradient(Update):
     def __call__(self, z: State, d: State) -> State:
         return dict(d)
 
-    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor]) -> PulledUpdate:
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], end: bool = False) -> PulledUpdate:
         return PulledUpdate({}, {}, {n: a[n] for n in d if n in a}, [None] * len(wanted))
 
 

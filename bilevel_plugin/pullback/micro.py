@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ..conditions import undisturbed
 from ..graph import State
-from ..random_state import undisturbed
 from ..step import Step
 from .base import Pull, Pulled, add
 
@@ -22,12 +22,13 @@ def pull(how: Pull, step: Step, z: State, buffers: State, a: State, wanted: Sequ
     if step.micro is None:
         return how(step, z, buffers, a, wanted)
     binding, update = step.binding, step.update
-    if update.reads_direction or step.touched is None:
+    if update.reads_direction or not step.directed:
         with undisturbed(binding), binding.inside(z, buffers) as inside:
-            d = step.evaluate(inside, create_graph=False).direction
+            d = binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
+            step.directed = tuple(d)
     else:
-        d = {n: z[n].detach().new_zeros(()).expand_as(z[n]) for n in step.touched}
-    after = update.pull(z, binding.mean_of_direction(d), a, wanted)
+        d = {n: z[n].detach().new_zeros(()).expand_as(z[n]) for n in step.directed}
+    after = update.pull(z, d, a, wanted)
     adjoint: dict[str, Tensor | None] = {**after.adjoint}
     grads, values = list(after.wanted), State()
     for part in step.parts():

@@ -1,4 +1,4 @@
-"""Random numbers and train/eval modes: what a call changes besides its result, noted and put back."""
+"""What a loss sees besides its arguments and the weights: train/eval modes and random numbers, read and put back."""
 
 from __future__ import annotations
 
