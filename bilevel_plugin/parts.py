@@ -239,7 +239,13 @@ def _draws(binding: Binding, call: Callable[[], object]) -> bool:
 def _explained(name: str) -> Generator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
+        if "must match" in str(error) or "to match target" in str(error):
+            raise ValueError(
+                f"bilevel.inner: {name} can't be evaluated on a part of its batch (micro=): {error} If it closes over a "
+                "tensor with an entry for each sample, give that in the batch, or index it by the rows of the batch "
+                "(lam[i])."
+            ) from error
         if "does not require grad" not in str(error) and "doesn't require grad" not in str(error):
             raise
         raise ValueError(

@@ -417,6 +417,16 @@ def test_a_loss_of_zero_has_to_be_said():
         step(data, lambda m, x, y: m(x).sum() * 0)
 
 
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_loss_that_closes_over_the_batch_is_refused(labels):
+    data = Data()
+    weights = torch.rand(N).double()
+    over_labels = lambda m, x, y: F.cross_entropy(m(x), data.y)
+    over_weights = lambda m, x, y: (weights * F.cross_entropy(m(x), y, reduction="none")).mean()
+    with pytest.raises(ValueError, match="closes over a tensor with an entry for each sample"):
+        step(data, over_labels if labels else over_weights)
+
+
 def test_a_loss_with_a_gradient_inside_has_to_be_said():
     data = Data()
 
