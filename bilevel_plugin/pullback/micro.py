@@ -3,6 +3,8 @@
 Both d = ∇ℓ and ∇⟨∇ℓ, u⟩ are sums over the parts. The cotangent u is that of their sum: it comes from the update, which
 may read the numbers of d. So: d, summed over the parts without a graph, if the update reads it; then
 u = a·∂Υ/∂d; then, for each part, ∇⟨∇ℓ_i, u⟩. No more than the graph of one part is there at any time.
+
+The parts draw random numbers one after the other: a pullback has to leave the generators as the losses left them.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ def pull(how: Pull, step: Step, z: State, buffers: State, a: State, wanted: Sequ
     adjoint: dict[str, Tensor | None] = {**after.adjoint}
     grads, values = list(after.wanted), State()
     for part in step.parts():
+        if not part.step.terms and binding.share == 1:  # of several processes all have to take part
+            continue
         pulled = how(part.step, z, buffers, after.cotangent, wanted)
         for n, x in pulled.adjoint.items():
             adjoint[n] = add(adjoint.get(n), x)
