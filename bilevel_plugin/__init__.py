@@ -9,6 +9,7 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 """
 
 from .check import gradcheck
+from .fetching import fetched
 from .graph import Gradients, State, Traced, as_leaves
 from .hypergrad import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
 from .inner import Loop, inner
@@ -55,6 +56,7 @@ __all__ = [
     "constant",
     "convergent",
     "evaluate",
+    "fetched",
     "gradcheck",
     "inner",
     "optimizer_rule",

@@ -80,6 +80,7 @@ class Binding:
 
     tasks: int | None = None
     vmaps_losses: bool = False
+    batch_dimension: int = 0  # of the tensors of a batch: the one that has the samples
     share: float = 1.0  # of this process in a mean over all processes that take part
 
     def __init__(
@@ -462,6 +463,14 @@ class Binding:
             if x._version != version:
                 raise RuntimeError(writes_to_weight(name, n))
         return self.total(value)
+
+    def value(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
+        """The value of loss(model, *batch) alone: nothing of it is looked at or remembered."""
+        _active().append(self._module_ids)
+        try:
+            return self.total(self.call(lambda *args: _split(name, loss(*args))[0], inside, batch))
+        finally:
+            _active().pop()
 
     def _as_aux(self, x: Tensor) -> Tensor:
         """What a loss returned beside its value, without its graph; marked, since a later batch must not have it."""

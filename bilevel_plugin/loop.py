@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .binding import AUX, NESTED, OWNER, Binding, Inside, Loss, WithKeywords, code_of, evaluating_loss, scalar
 from .conditions import undisturbed
+from .fetching import Source
 from .graph import (
     Gradients,
     Pairs,
@@ -32,6 +33,7 @@ from .hypergrad import Engine
 from .hypergrad.base import End
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
+from .parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
 from .replay import Conditions, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule, Value
@@ -46,7 +48,8 @@ Check = Literal["first", "always", False]
 class Losses(NamedTuple):
     """The losses that a step evaluated, before it moved; None for one that has weight 0 in it.
 
-    aux is what h returned beside its value (`return loss, logits`), without a graph.
+    aux is what h returned beside its value (`return loss, logits`), without a graph. With micro= it is a list, with
+    an entry for each part of the batch; h and g are those of the whole batch.
     """
 
     h: Tensor | None
@@ -94,8 +97,9 @@ class Loop:
         self._sentinel = Sentinel(binding, losses[1], check)
         binding.warns = check is not False
         binding.graphs_are_kept = engine.keeps_graphs
-        self._last: dict[object, tuple[Step, Conditions | None]] = {}  # the last step of each kind
+        self._last: dict[object, RecordedStep] = {}  # the last step of each kind
         self._accumulated: list[Tensor] = []  # losses since the last step
+        self._reductions: dict[object, Reduction] = {}  # of losses that were taken in parts
         self._trained: set[str] = set()  # weights that some step has moved
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
         self._outer_variables: list[tuple[Tensor, int]] = []  # that a kept graph has found, with their versions
@@ -106,7 +110,15 @@ class Loop:
     # --- the inner loop ---
 
     def step(
-        self, *batch: Any, outer: Any = None, only: Only | None = None, h: Loss | None = None, **named: Any
+        self,
+        *batch: Any,
+        outer: Any = None,
+        only: Only | None = None,
+        h: Loss | None = None,
+        micro: int | None = None,
+        reduction: Reduction | None = None,
+        fetch: Callable[[], Any] | None = None,
+        **named: Any,
     ) -> Losses:
         """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
 
@@ -116,10 +128,31 @@ class Loop:
             only: an optimizer of this loop, a module, or parameters: the gradient is taken for these weights, and
                 these alone move.
             h: another inner loss, for this step.
+            micro: take the batches of h and g in so many parts along their first dimension, one graph at a time, in
+                the step and in its derivative: the same numbers, in the memory of one part. For losses that are means
+                or sums over samples; that is found out by their values, once for a loss, and refused if it is neither.
+            reduction: "mean" or "sum", to say which the losses are: nothing is compared then.
+            fetch: a function without arguments that gives the batch of h, in its place: a tuple, or a dict for
+                arguments by name. It is called again when the step is replayed, with the random numbers that it drew,
+                so that the batch is not kept; a batch that differs is an error. See `fetched`.
 
         After `accumulate`, a step takes no batch: it moves by what was gathered. Returns the losses before the step.
         """
         self._check_open()
+        parts = checked(micro, reduction)
+        with self._fetched(fetch, batch, named) as (batch, named, source):
+            return self._step(batch, named, source, outer, only, h, parts)
+
+    def _step(
+        self,
+        batch: tuple[Any, ...],
+        named: dict[str, Any],
+        source: tuple[Source, Conditions] | None,
+        outer: Any,
+        only: Only | None,
+        h: Loss | None,
+        parts: tuple[int, Reduction | None] | None,
+    ) -> Losses:
         names = self._names_of(only)
         if self._accumulated and (batch or named or h is not None):
             raise TypeError(
@@ -146,19 +179,30 @@ class Loop:
             self._check_batch("outer=", self._outer)
             terms.append(Term("g", self._g, self._outer))
             weights_of_terms.append(weights[1])
-        moved = self._take(k, terms, weights_of_terms, self._update_at(k), names)
+        moved = self._take(k, terms, weights_of_terms, self._update_at(k), names, parts, source)
         self._k = k
         gathered, self._accumulated = self._accumulated, []
         value = sum(gathered[1:], gathered[0]) if gathered else moved.means.get("h")
         return Losses(value, moved.means.get("g"), self._binding.aux.get("h"))
 
-    def accumulate(self, *batch: Any, only: Only | None = None, h: Loss | None = None, **named: Any) -> Losses:
+    def accumulate(
+        self,
+        *batch: Any,
+        only: Only | None = None,
+        h: Loss | None = None,
+        micro: int | None = None,
+        reduction: Reduction | None = None,
+        fetch: Callable[[], Any] | None = None,
+        **named: Any,
+    ) -> Losses:
         """Add the gradient of h on this micro-batch to that of the next step, as .backward() does without a step.
 
         `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is let go at once. The
-        gradients are summed: divide the loss by their number where you want the mean, as in the plain loop.
+        gradients are summed: divide the loss by their number where you want the mean, as in the plain loop. To take
+        one batch in parts, without a change of its numbers, there is `micro`; for this and `fetch` see `step`.
         """
         self._check_open()
+        parts = checked(micro, reduction)
         if "fixed point" in self._engine.needs:
             raise ValueError(
                 f"bilevel.inner: engine={type(self._engine).__name__} differentiates the fixed point of one step, and "
@@ -168,13 +212,22 @@ class Loop:
         weights = self._weights_of_losses(k)[:1]
         hooks = self._hooks()
         update = Accumulate() if hooks is None else Transformed([hooks], Accumulate(), closes_over=True)
-        moved = self._take(k, [self._term(h, batch, named)], weights, update, self._names_of(only))
+        with self._fetched(fetch, batch, named) as (batch, named, source):
+            terms = [self._term(h, batch, named)]
+            moved = self._take(k, terms, weights, update, self._names_of(only), parts, source)
         value = moved.means.get("h")
         self._accumulated.append(torch.zeros(()) if value is None else value)
         return Losses(value, None, self._binding.aux.get("h"))
 
     def _take(
-        self, k: int, terms: list[Term], weights: list[Value], update: Update, only: frozenset[str] | None
+        self,
+        k: int,
+        terms: list[Term],
+        weights: list[Value],
+        update: Update,
+        only: frozenset[str] | None,
+        parts: tuple[int, Reduction | None] | None,
+        source: tuple[Source, Conditions] | None,
     ) -> Moved:
         """Take a step and record it."""
         binding = self._binding
@@ -186,7 +239,10 @@ class Loop:
         if self._tape.replays:
             terms = [Term(t.name, t.loss, cut_graph(t.batch, cut)) for t in terms]
         step = self._tape.make_step(k, binding, terms, weights, update, only)
-        recorded = RecordedStep(step, self._buffers, cut)
+        if parts is not None:
+            step.micro = self._micro(step, *parts)
+        where, conditions = source or (None, None)
+        recorded = RecordedStep(step, self._buffers, cut, where, conditions)
         with EXCLUSIVE:
             moved = self._tape.step(recorded, self._z, self._monitor)
             self._update.count(moved.moved)
@@ -201,11 +257,49 @@ class Loop:
             self._outer_variables += [(x, x._version) for x in recorded.leaves if id(x) not in known | NESTED]
         if step.terms:
             kind = only, tuple((t.name, code_of(t.loss)) for t in step.terms)
-            self._last[kind] = step, recorded.conditions
+            self._last[kind] = recorded
         for x in self._z.values():
             setattr(x, OWNER, self._binding.token)  # to tell a loss= of earlier weights
         self._mark = sequence_number()
         return moved
+
+    @contextmanager
+    def _fetched(
+        self, fetch: Callable[[], Any] | None, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> Generator[tuple[tuple[Any, ...], dict[str, Any], tuple[Source, Conditions] | None]]:
+        """The batch of h, and where it can be had again, if it is to be fetched and not to be kept."""
+        if fetch is None:
+            yield batch, named, None
+            return
+        if batch or named:
+            raise TypeError(
+                "bilevel.inner: a step was given a batch, and fetch= to get one. Give one of the two; what h takes "
+                "besides the batch can be returned by fetch as well."
+            )
+        with EXCLUSIVE:  # between this look at the random states and the one after the step nobody else may draw
+            conditions = Conditions(self._binding, others=True)
+            args, named, source = Source.of(fetch)
+            again = self._tape.replays and not self._engine.keeps_graphs  # else graphs hold on to the batch anyway
+            yield args, named, (source, conditions) if again else None
+
+    def _micro(self, step: Step, parts: int, reduction: Reduction | None) -> Micro:
+        """The parts of a step, with what each of its losses is of them: found out the first time."""
+        binding = self._binding
+        modes = tuple(m.training for m in binding.modules)
+        found: list[tuple[str, Reduction]] = []
+        for t in step.terms:
+            key = t.name, code_of(t.loss), parts, reduction, modes
+            if (known := self._reductions.get(key)) is None:
+                known = reduction
+                where = binding, self._z, self._buffers, t.name, t.loss, t.batch, parts
+                if reduction is not None:
+                    refuse_batch_statistics(*where)
+                else:
+                    known = find_reduction(*where, unit=Conditions(binding).unit)
+                if known is not None:
+                    self._reductions[key] = known
+            found.append((t.name, known or "mean"))  # one that is not finite is told of by the step
+        return Micro(parts, tuple(found))
 
     def _weights_of_losses(self, k: int) -> list[Value]:
         # a rate that is a tensor may be written to: its number is recorded
@@ -283,7 +377,7 @@ class Loop:
         return update if hooks is None else Transformed([hooks], update, closes_over=True)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
-        """`steps` inner steps on the same batch. Returns the losses before the last of them."""
+        """`steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last."""
         if steps < 1:
             raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
         for _ in range(steps - 1):
@@ -531,8 +625,14 @@ class Loop:
                 with full_precision():
                     found, start = self._tape.pull(end, wanted, create_graph)
                 batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
-                for step, conditions in self._last.values():
-                    self._sentinel.examine(step, conditions, self._z, self._buffers, batch, self._trained)
+                for recorded in self._last.values():
+                    if self._sentinel.is_due(recorded.step):
+                        with recorded.given() as step:
+                            if step.micro is not None:  # the derivatives of a part are the same function of it
+                                step = step.parts()[0].step
+                            self._sentinel.examine(
+                                step, recorded.conditions, self._z, self._buffers, batch, self._trained
+                            )
                 if not binding.all_agree(is_finite(found.values())):
                     k = self._tape.first_step_not_finite(end)
                     at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"

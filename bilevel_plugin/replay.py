@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .binding import NESTED, OWNER, Binding, code_of, evaluating_loss
-from .conditions import random_states, set_modes, set_random_states
+from .conditions import RandomStates, drawn_from, random_states, set_modes, set_random_states
+from .fetching import Source
 from .graph import (
     GRAPH_TO_WEIGHTS,
     Gradients,
@@ -32,8 +33,9 @@ from .graph import (
     tensors_of,
 )
 from .kernels import EXCLUSIVE
+from .pullback import micro
 from .pullback.base import Pull, Pulled
-from .step import LossMonitor, Moved, Step, disconnected
+from .step import LossMonitor, Moved, Step, Term, disconnected
 from .updates import SUM
 
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
@@ -42,11 +44,11 @@ _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
 class Conditions:
     """What a call saw besides its arguments: train/eval modes, autocast, random numbers."""
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
+    def __init__(self, binding: Binding, *, others: bool = False) -> None:
+        self._binding, self._others = binding, others  # also the generators of Python and NumPy
         self._modes = [m.training for m in binding.modules]
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
-        self._random: dict[torch.device | None, Tensor] | None = random_states(binding.devices)
+        self._random: RandomStates | None = random_states(binding.devices, others=others)
 
     def __eq__(self, other: object) -> bool:
         """Whether two calls that drew no random numbers saw the same."""
@@ -65,11 +67,15 @@ class Conditions:
     def autocast(self) -> bool:
         return any(on for on, _ in self._autocast.values())
 
+    def share_with(self, before: Conditions) -> None:
+        """Hold the same modes as another call, where they are equal: a model may have hundreds of modules."""
+        if self._modes == before._modes and self._autocast == before._autocast:
+            self._modes, self._autocast = before._modes, before._autocast
+
     def end_of_call(self) -> None:
-        """Drop the random state if nothing was drawn from it."""
-        now = random_states(self._binding.devices)
-        if self._random is not None and all(same_bits(s, now[d]) for d, s in self._random.items()):
-            self._random = None
+        """Drop the random states from which nothing was drawn."""
+        if self._random is not None:
+            self._random = drawn_from(self._random, random_states(self._binding.devices, others=self._others))
 
     @property
     def precision(self) -> float:
@@ -78,13 +84,19 @@ class Conditions:
         types += [dtype for on, dtype in self._autocast.values() if on]
         return max(torch.finfo(t).eps for t in types)
 
+    @property
+    def unit(self) -> float:
+        """How far two ways to compute the same loss may differ, relative to its size."""
+        root = self.precision**0.5
+        return root if self._binding.devices else min(1000 * self.precision, root)
+
     @contextmanager
     def replaying(self, *, autocast: bool = True) -> Generator[None]:
         """The same conditions once more; those of the caller come back at the end."""
         modules = self._binding.modules
         with EXCLUSIVE, ExitStack() as stack:
             modes = [m.training for m in modules]
-            random = None if self._random is None else random_states(self._binding.devices)
+            random = None if self._random is None else random_states(self._binding.devices, others=self._others)
             for kind, (on, dtype) in self._autocast.items():
                 on = on and autocast
                 if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
@@ -102,14 +114,23 @@ class RecordedStep:
     """A step that was taken, and what it takes to run it again.
 
     `buffers` are those of the model before the step that are not part of z. A loop may have thousands of steps: what
-    one has in common with the one before, the two share.
+    one has in common with the one before, the two share. With a `source`, the batch of h is not held: it is fetched
+    again, under the `conditions` that it was fetched in.
     """
 
-    __slots__ = ("_names", "_values", "_versions", "buffers", "conditions", "cut", "leaves", "step")
+    __slots__ = ("_names", "_values", "_versions", "buffers", "conditions", "cut", "leaves", "source", "step")
 
-    def __init__(self, step: Step, buffers: State, cut: Pairs) -> None:
+    def __init__(
+        self,
+        step: Step,
+        buffers: State,
+        cut: Pairs,
+        source: Source | None = None,
+        conditions: Conditions | None = None,
+    ) -> None:
         self.step, self.buffers, self.cut = step, buffers, cut
-        self.conditions: Conditions | None = None
+        self.source = source if any(t.name == "h" for t in step.terms) else None
+        self.conditions = conditions
         self.leaves: list[Tensor] = []
         self._names: tuple[str, ...] = ()
         self._values: tuple[float | Tensor, ...] = ()  # of the losses, to compare with
@@ -141,10 +162,12 @@ class RecordedStep:
         if not evaluating_loss():
             NESTED.clear()
         with EXCLUSIVE:  # between the two looks at the random state nobody else's step may draw
-            conditions = Conditions(binding)
+            conditions = self.conditions or Conditions(binding)
             moved = self.step.move(z, self.buffers, graph=graph, within=note)
             conditions.end_of_call()
         self.conditions = conditions
+        if self.source is not None:
+            self.step.terms = self._terms(())
         if graph and binding.own_parameters:  # the graph ends here; a weight that was not moved is the parameter itself
             own = {id(p) for p in binding.parameters.values()}
             moved.to = {n: x.detach().clone() if id(x) in own else x.detach() for n, x in moved.to.items()}
@@ -188,7 +211,8 @@ class RecordedStep:
             self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
         cut = {id(x) for x in stand_ins}
         self._add_leaves(x for x in moved.leaves_of_update if id(x) not in cut)
-        self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in self.step.terms for x in tensors_of(batch)]
+        held = [t for t in self.step.terms if self.source is None or t.name != "h"]
+        self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in held for x in tensors_of(batch)]
         # the parameters of a block inside of a loss are written to by every evaluation, and put back
         self._versions += [("an outer variable", x, x._version) for x in self.leaves if id(x) not in NESTED]
 
@@ -200,10 +224,14 @@ class RecordedStep:
         """Hold the same objects as the step before, where they are equal."""
         if before is None:
             return
+        if self.conditions is not None and before.conditions is not None:
+            self.conditions.share_with(before.conditions)
+        if self.source is not None and before.source is not None:
+            self.source.share_with(before.source)
         for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
             if alike(mine := getattr(before, name), getattr(self, name)):
                 setattr(self, name, mine)
-        for name in ("terms", "weights", "update", "only"):
+        for name in ("terms", "weights", "update", "only", "micro", "directed"):
             if alike(mine := getattr(before.step, name), getattr(self.step, name)):
                 setattr(self.step, name, mine)
 
@@ -214,7 +242,35 @@ class RecordedStep:
         assert self.conditions is not None
         self._check_unchanged()
         with self.conditions.replaying():
+            if self.source is None:
+                yield
+                return
+            with self._holding(self.source.fetch_again(self.k)):
+                yield
+
+    @contextmanager
+    def given(self) -> Generator[Step]:
+        """The step with its batches, also where one has to be fetched for it."""
+        if self.source is None:
+            yield self.step
+            return
+        assert self.conditions is not None
+        with self.conditions.replaying():
+            batch = self.source.fetch_again(self.k)
+        with self._holding(batch):
+            yield self.step
+
+    @contextmanager
+    def _holding(self, batch: tuple[Any, ...]) -> Generator[None]:
+        self.step.terms = self._terms(batch)
+        try:
             yield
+        finally:
+            self.step.terms = self._terms(())
+
+    def _terms(self, batch: tuple[Any, ...]) -> tuple[Term, ...]:
+        """The losses of the step, with this batch for h."""
+        return tuple(Term(t.name, t.loss, batch) if t.name == "h" else t for t in self.step.terms)
 
     def replay(self, z: State) -> State:
         """Run the step again from z, without a graph, and return where it ends."""
@@ -259,7 +315,7 @@ class RecordedStep:
         """
         wanted = self.leaves if inputs is None else inputs
         with self._replaying():
-            pulled = how(self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted], after)
+            pulled = micro.pull(how, self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted], after)
         self._check_values(pulled.values)
         into.collect(self.cut, wanted, pulled.wanted)
         return pulled
@@ -304,7 +360,8 @@ class RecordedStep:
     @property
     def kind(self) -> object:
         """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
-        return self._names, tuple((x.shape, x.dtype) for x in self.tensors())
+        fetched = () if self.source is None else self.source.shapes
+        return self._names, fetched, tuple((x.shape, x.dtype) for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
         """What the step was given, besides its state."""

@@ -58,7 +58,8 @@ class Sentinel:
     def __init__(self, binding: Binding, g: Loss | None, check: Literal["first", "always", False]) -> None:
         self._binding, self._g, self._check = binding, g, check
 
-    def _is_due(self, step: Step) -> bool:
+    def is_due(self, step: Step) -> bool:
+        """Whether steps like this one are still to be looked at; asked once for each look."""
         if self._check is False or next(iter(self._binding.parameters.values())).is_meta:
             return False
         if self._check == "always":
@@ -81,8 +82,6 @@ class Sentinel:
         trained: Collection[str],
     ) -> None:
         """Compare the derivatives of the last step's losses and of g, at the current weights, with differences."""
-        if not self._is_due(step):
-            return
         conditions = conditions or Conditions(self._binding)
         u, g = None, self._g
         try:

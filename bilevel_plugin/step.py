@@ -16,8 +16,9 @@ from torch import Tensor
 from .binding import Binding, Inside, Loss
 from .graph import State, explained, find_leaves, grad, same_bits
 from .kernels import full_precision, is_stopped
+from .parts import Micro, split
 from .solvers import Value
-from .updates import Update
+from .updates import PulledUpdate, Update
 
 
 class Term(NamedTuple):
@@ -37,6 +38,7 @@ class Evaluated:
     direction: State  # of this process's losses; a weight that no loss reads has none
     buffers: State  # after the losses
     without_value: frozenset[str] = frozenset()  # weights whose direction has a graph, but no numbers
+    leaves: Sequence[Tensor] | None = None  # what the losses read that requires grad, where `weighted` does not tell
 
 
 @dataclass
@@ -57,7 +59,9 @@ class Moved:
 class Step:
     """Φ_k: z ↦ z⁺ = Υ_k(z, ∇_w Σ c·loss), for all weights w or `only` some."""
 
-    __slots__ = ("binding", "directed", "k", "only", "runs_into_other_graphs", "terms", "update", "weights")
+    __slots__ = (
+        "binding", "directed", "k", "micro", "only", "runs_into_other_graphs", "terms", "update", "weights",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -72,13 +76,15 @@ class Step:
         used = [i for i, c in enumerate(weights) if isinstance(c, Tensor) or c != 0]
         self.terms = tuple(terms[i] for i in used)
         self.weights = tuple(weights[i] for i in used)
+        self.micro: Micro | None = None  # in how many parts the batches are taken
         self.directed: tuple[str, ...] = ()  # the weights that have a direction, once the step was taken
         self.runs_into_other_graphs = True  # a loss uses a tensor with a graph of its own; known once it was taken
 
     @property
     def what(self) -> str:
         """What has to be the same on every rank."""
-        return f"{'accumulate' if self.update.accumulates else 'step'} {sorted(self.only or ())}"
+        parts = "" if self.micro is None else f" in {self.micro}"
+        return f"{'accumulate' if self.update.accumulates else 'step'} {sorted(self.only or ())}{parts}"
 
     def losses(self, inside: Inside) -> tuple[list[Tensor], State]:
         """Each loss times its weight, with a graph; and the losses as they are, without one."""
@@ -92,21 +98,73 @@ class Step:
         return weighted, values
 
     def evaluate(self, inside: Inside, *, create_graph: bool) -> Evaluated:
-        """The losses and their direction, in one backward pass."""
+        """The losses and their direction, in one backward pass; with micro=, in one for each part."""
+        if self.micro is not None:
+            return self._evaluate_parts(inside, create_graph)
         weighted, values = self.losses(inside)
         return Evaluated(weighted, values, gradient(weighted, inside, create_graph, self.only), inside.buffers())
+
+    def parts(self) -> list[Part]:
+        """With micro=: steps z ↦ ∇ℓ_i on a part of each batch, whose sum is the gradient of this one."""
+        assert self.micro is not None
+        reductions, dimension = dict(self.micro.reductions), self.binding.batch_dimension
+        pieces = [split(t.name, t.batch, self.micro.parts, dimension) for t in self.terms]
+        parts: list[Part] = []
+        for i in range(self.micro.parts):  # one for each, even if no batch has so many: ranks have to keep step
+            mine = [(t, c, p[i]) for t, c, p in zip(self.terms, self.weights, pieces, strict=True) if i < len(p)]
+            factors = {t.name: piece.share if reductions[t.name] == "mean" else 1.0 for t, _, piece in mine}
+            terms = [Term(t.name, t.loss, piece.batch) for t, _, piece in mine]
+            with torch.enable_grad():
+                weights = [c if factors[t.name] == 1 else c * factors[t.name] for t, c, _ in mine]
+            step = Step(self.k, self.binding, terms, weights, Gradient(), self.only)
+            step.directed, step.runs_into_other_graphs = self.directed, self.runs_into_other_graphs
+            parts.append(Part(step, factors))
+        return parts
+
+    def _evaluate_parts(self, inside: Inside, create_graph: bool) -> Evaluated:
+        """The sums over the parts. Without a graph, `weighted` has that of the first part, and the others are gone."""
+        state = (*inside.weights.values(), *inside.leaves.values(), *inside.statistics.values())
+        kept: list[Tensor] = []
+        leaves: dict[int, Tensor] = {}
+        values: State = {}
+        direction: State = {}
+        aux: dict[str, list[Any]] = {t.name: [] for t in self.terms}
+        for i, part in enumerate(self.parts()):
+            weighted, found = part.step.losses(inside)
+            part.add_values(found, values)
+            for n in found:
+                aux[n].append(self.binding.aux.get(n))
+            d = gradient(weighted, inside, create_graph, self.only)
+            with torch.set_grad_enabled(create_graph):
+                direction.update({n: direction[n] + x if n in direction else x for n, x in d.items()})
+                if i == 0:
+                    kept = weighted
+                elif create_graph:
+                    by_name = dict(zip(found, weighted, strict=True))
+                    kept = [
+                        x + by_name[t.name] if t.name in by_name else x for x, t in zip(kept, self.terms, strict=True)
+                    ]
+            if not create_graph:
+                for x in weighted:
+                    leaves.update((id(y), y) for y in find_leaves(x, state, inside.watched.values())[0])
+            del weighted, d
+        self.binding.aux.update({n: x if any(y is not None for y in x) else None for n, x in aux.items()})
+        known = None if create_graph else list(leaves.values())
+        return Evaluated(kept, values, direction, inside.buffers(), leaves=known)
 
     def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
         """z⁺, with a graph if it is asked for. `within` is called while weights and graph are still in the model."""
         binding = self.binding
         with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
             found = self.evaluate(inside, create_graph=graph)
+            if self.micro is not None:
+                _refuse_changed_buffers(found.buffers, {**buffers, **z})
             means = binding.means_of_losses(found.values, self.what)
             at = {**z, **inside.leaves, **inside.statistics} if graph else z
             to, moved_weights, leaves = self.updated(at, found.direction, graph)
             if graph and inside.taking.without_graph:
                 raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
-            moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, at=at)
+            moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, found.leaves, at)
             moved.moved, moved.leaves_of_update = moved_weights, leaves
             if within is not None:
                 within(moved)
@@ -171,6 +229,35 @@ class Step:
         return Moved(z if at is None else at, to, values, means, rest, list(weighted), leaves)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A step on a part of each batch, and what its losses count for in those of the whole step."""
+
+    step: Step
+    factors: dict[str, float]
+
+    def add_values(self, values: State, sums: State) -> None:
+        """Add the values of this part's losses to those of the whole step."""
+        for n, x in values.items():
+            x = x * self.factors[n]
+            sums[n] = sums[n] + x if n in sums else x
+
+
+@dataclass(frozen=True)
+class Gradient(Update):
+    """z⁺ = d: the gradient alone, as the step of a part."""
+
+    @property
+    def reads_direction(self) -> bool:
+        return False
+
+    def __call__(self, z: State, d: State) -> State:
+        return dict(d)
+
+    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
+        return PulledUpdate({}, {}, {n: a[n] for n in d if n in a}, [None] * len(wanted))
+
+
 def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool, only: Collection[str] | None = None) -> State:
     """∇_w of the sum, for every weight that it depends on; dense. What is constant in a step is so here."""
     if not weighted:
@@ -195,6 +282,16 @@ def statistics_under_checkpointing(instead: str) -> str:
         f"loss reads them in eval mode: the derivative of that update is not known. Use {instead}, or leave the layer "
         "out of the checkpointed part."
     )
+
+
+def _refuse_changed_buffers(after: State, before: State) -> None:
+    for n, b in after.items():
+        if not b.is_meta and not (_is_same(b, before[n]) or torch.equal(b.detach(), before[n].detach())):
+            raise ValueError(
+                f"bilevel.inner: with micro= a loss changes the buffer {n!r} of the model (running statistics, a "
+                "counter), once for each part where the plain step does it once for the batch. Put the layer into "
+                "eval mode, or leave out micro=."
+            )
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

@@ -23,6 +23,7 @@ class TaskBinding(Binding):
     """`Binding` with weights, buffers and batches for N tasks, and losses summed over them."""
 
     vmaps_losses = True
+    batch_dimension = 1
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tasks: int) -> None:
         if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 1:  # pyright: ignore

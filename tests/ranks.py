@@ -28,16 +28,30 @@ def smooth_model():
         return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def solve(make, share, group=None, engine="reverse", solver="gd", optimizer=None, steps=STEPS, wrt_start=True):
-    """Gradients for weights of the samples (a rank's own), a regulariser, a rate and w_0 (of all); and g."""
+def solve(
+    make,
+    share,
+    group=None,
+    engine="reverse",
+    solver="gd",
+    optimizer=None,
+    steps=STEPS,
+    wrt_start=True,
+    micro=None,
+    fetch=False,
+):
+    """Gradients for weights of the samples (a rank's own), a regulariser, a rate and w_0 (of all); and g.
+
+    Alone, the batch is taken whole, also where the ranks take theirs in parts.
+    """
     x, y, x_val, y_val, start = (part[share] for part in data())
     model = make()
     lam = start.clone().requires_grad_()
     mu, rate = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (-3.0, 0.3))
 
-    def h(model, x, y):
+    def h(model, x, y, rows):
         decay = sum(p.square().sum() for p in model.parameters())
-        return (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean() + mu.exp() * decay
+        return (torch.sigmoid(lam[rows]) * F.cross_entropy(model(x), y, reduction="none")).mean() + mu.exp() * decay
 
     g = lambda model, x, y: F.cross_entropy(model(x), y)
     options = {"local": lam, "group": group} if group else {}
@@ -48,7 +62,9 @@ def solve(make, share, group=None, engine="reverse", solver="gd", optimizer=None
         options |= {"solver": rules[solver]}
     inputs = [lam, mu, rate, *(model.parameters() if wrt_start else ())]
     with bilevel.inner(model, h, g, engine=engine, **options) as loop:
-        loop.run(steps, x, y, outer=(x_val, y_val))
+        rows = torch.arange(len(x))
+        batch = {"fetch": lambda: {"x": x, "y": y, "rows": rows}} if fetch else {"x": x, "y": y, "rows": rows}
+        loop.run(steps, outer=(x_val, y_val), micro=micro if group else None, **batch)
         grads = loop.hypergrad(inputs)
         own = loop.hypergrad(mu, loss=(loop(x_val) ** 2).mean())
         loop.backward()
@@ -107,6 +123,12 @@ CASES = {
     "momentum": {"optimizer": sgd, "solver": "bigsam"},
     "momentum, unrolled": {"optimizer": sgd, "engine": "unroll"},
     "adam": {"optimizer": adam},
+    "in parts": {"solver": "bigsam", "micro": 3},
+    "momentum, in parts": {"optimizer": sgd, "solver": "bigsam", "micro": 5},  # more than a rank of three has samples
+    "adam, in parts": {"optimizer": adam, "micro": 3},
+    "unroll, in parts": {"engine": "unroll", "micro": 3},
+    "memory, in parts": {"engine": bilevel.Reverse(memory="40kB"), "micro": 3},
+    "fetched": {"micro": 2, "fetch": True, "engine": bilevel.Reverse(checkpoint=2)},
     "cg": {"engine": "cg", **SETTLED},
     "neumann": {"engine": "neumann", **SETTLED},
     "features": {"run": features},

@@ -133,16 +133,26 @@ class Compiler:
     def __init__(self) -> None:
         self._kinds: set[object] = set()
         self.off = False
+        self._warned = False  # that steps in parts are not compiled
 
     def step(self, *args: Any) -> Step:
         return CompiledStep(self, *args)
 
     def is_known(self, step: Step) -> bool:
-        return not self.off and _kind(step) in self._kinds and bool(step.terms)
+        return not self.off and step.micro is None and _kind(step) in self._kinds and bool(step.terms)
 
     def look_at(self, step: Step, before: list[bool], draws: bool) -> None:
         """After the first, eager, step of a kind: can those like it be compiled?"""
         if self.off:
+            return
+        if step.micro is not None:
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    "bilevel.Reverse: compile=True leaves out steps with micro=, which run eagerly: the graph of one "
+                    "part is let go before that of the next is made.",
+                    stacklevel=2,
+                )
             return
         self._kinds.add(_kind(step))
         binding = step.binding

@@ -13,8 +13,9 @@ BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end 
 
 ORDER = (  # a file imports what stands before it
     "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "binding", "conditions", "tasks",
-    "parallel", "step",
-    "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/__init__",
+    "parallel", "parts", "fetching", "step",
+    "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/micro",
+    "pullback/__init__",
     "replay",
     "hypergrad/store", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
     "hypergrad/implicit", "hypergrad/reverse", "hypergrad/__init__",

@@ -1,0 +1,49 @@
+"""The derivative of a step whose batch is taken in parts: any pullback, applied to one part after the other.
+
+Both d = ∇ℓ and ∇⟨∇ℓ, u⟩ are sums over the parts. The cotangent u is that of their sum: it comes from the update, which
+may read the numbers of d. So: d, summed over the parts without a graph, if the update reads it; then
+u = a·∂Υ/∂d; then, for each part, ∇⟨∇ℓ_i, u⟩. No more than the graph of one part is there at any time.
+
+The parts draw random numbers one after the other: a pullback has to leave the generators as the losses left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..conditions import undisturbed
+from ..graph import State
+from ..step import Step
+from ..updates import add
+from .base import Pull, Pulled, known_direction
+
+
+def pull(
+    how: Pull, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after_step: State | None
+) -> Pulled:
+    """The pullback `how` of the step, or of each of its parts."""
+    if step.micro is None:
+        return how(step, z, buffers, a, wanted, after_step)
+    binding, update = step.binding, step.update
+    d = known_direction(step, z, after_step)
+    if d is None:
+        with undisturbed(binding), binding.inside(z, buffers) as inside:
+            d = binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
+    after = update.pull(z, d, a, wanted)
+    adjoint: dict[str, Tensor | None] = {**after.adjoint}
+    grads, values = list(after.wanted), State()
+    for part in step.parts():
+        if not part.step.terms and binding.share == 1:  # of several processes all have to take part
+            continue
+        pulled = how(part.step, z, buffers, dict(after.cotangent), wanted, None)
+        for n, x in pulled.adjoint.items():
+            adjoint[n] = add(adjoint.get(n), x)
+        grads = [add(x, y) for x, y in zip(grads, pulled.wanted, strict=True)]
+        part.add_values(pulled.values, values)
+        del pulled
+    to = {n: x for n, x in after.to.items() if n.partition("@")[0] not in binding.statistics}
+    return Pulled(
+        {n: x for n, x in adjoint.items() if x is not None}, grads, to if update.reads_direction else {}, values
+    )
