@@ -15,7 +15,7 @@ from typing import Any
 
 from . import extremes, measure, report
 from .measure import Result, Setting, apart, say
-from .problems import NAMES, SIZES, make
+from .problems import LARGE, NAMES, SIZES, make
 from .runners import BY_NAME, RUNNERS
 
 PARTS = {
@@ -35,6 +35,7 @@ EXAMPLES = """examples:
 Peers that are not installed are rows that say so. Time is measured in turns within one process, memory in a process of
 its own for each case. The data are random numbers of the right shapes, but for `quality`.
 """
+LIMIT = 4 * 2**30  # bytes that a process may hold on P8 and P9
 # who takes part, where not everybody does
 GROWING = ("ours: reverse", "ours: reverse checkpoint=sqrt", "ours: reverse memory=auto", "ours: unroll", "higher",
            "TorchOpt", "JAX jit + scan")  # fmt: skip
@@ -91,6 +92,8 @@ def listing(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def table(setting: Setting, name: str, runners: list[str], rounds: int) -> Result:
     """All figures of one problem, runner by runner; what can't run has a reason in place of figures."""
+    large = name in LARGE
+    setting = replace(setting, limit=LIMIT if large else None)
     say(f"{name}: the float64 result")
     exact = apart(measure.exact, setting, name)
     rows: dict[str, Result] = {}
@@ -115,10 +118,11 @@ def table(setting: Setting, name: str, runners: list[str], rounds: int) -> Resul
     for r in well:
         rows[r] |= {"failed": took["failed"]} if "failed" in took else {
             "seconds": took["seconds"][r], "prepare": took["prepare"][r]}  # fmt: skip
+    more = {"training": apart(measure.training, setting, name)} if large else {}
     p = make(name, setting.size)
     plain = took.get("seconds", {}).get(measure.PLAIN, [])
     return {"title": p.title, "steps": p.steps, "unit": p.unit, "plain": plain, "once": took.get("once", []),
-            "tenth": setting.tenth, "rows": rows}  # fmt: skip
+            "tenth": setting.tenth, "rows": rows, **more}  # fmt: skip
 
 
 def box(setting: Setting, problems: list[str], runners: list[str], rounds: int) -> Result:
