@@ -1,4 +1,4 @@
-"""The two pictures: time against memory, and how both grow with K."""
+"""The pictures: time against memory, how both grow with K, and the memory of a whole run."""
 
 from __future__ import annotations
 
@@ -30,6 +30,39 @@ def draw(folder: Path, results: dict[str, Any]) -> None:
             grow(ax, rows, key, scale)
             ax.set(xlabel="K", ylabel=label)
         save(figure, axes, folder / "benchmarks_growth.png")
+    rows = results.get("run", {}).get("rows")
+    if rows:
+        figure, axes = panels(["P9: memory of a whole run of K different batches"], width=7.0, height=4.6)
+        whole_run(axes[0], rows, results["run"]["limit"])
+        save(figure, axes, folder / "benchmarks_run.png")
+
+
+def whole_run(ax: Any, rows: dict[str, Any], limit: int) -> None:
+    """Memory against K. Where a process was ended, a cross at the limit, and a dotted line to it."""
+    for name, row in rows.items():
+        if name == "plain run":
+            continue
+        points = {int(k): max(r["own"], LEAST) / 1e6 for k, r in row.items() if "own" in r}
+        if not points:
+            continue
+        (line,) = ax.plot(list(points), list(points.values()), marker=MARKS[name][0], color=MARKS[name][1], label=name)
+        ended = [int(k) for k, r in row.items() if "limit" in r]
+        if ended:
+            k, least = max(points), limit / 1e6
+            ax.plot([k, ended[0]], [points[k], least], ":", color=line.get_color())
+            ax.plot([ended[0]], [least], "x", markersize=9, markeredgewidth=2, color=line.get_color())
+    ax.axhline(limit / 1e6, color="0.6", linewidth=1)
+    ax.annotate("ended here (×)", (0.01, limit / 1e6), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
+    decades(ax, "x")
+    decades(ax, "y")
+    ax.set(xlabel="steps K, each on a batch of its own", ylabel="MB that the process grows by")
+
+
+MARKS = {
+    "ours: checkpoint=sqrt": ("o", COLOURS[5]), "ours: fetch=, checkpoint=sqrt": ("s", COLOURS[0]),
+    "ours: fetch=, store=": ("^", COLOURS[2]), "higher": ("D", COLOURS[1]), "TorchOpt": ("v", COLOURS[4]),
+}  # fmt: skip
 
 
 def pareto(ax: Any, found: dict[str, Any]) -> None:

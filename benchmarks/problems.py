@@ -272,7 +272,7 @@ def gpt(name: str, size: Size, smooth: bool, dtype: torch.dtype) -> Problem:
     rows = torch.arange(len(lam)).view(int(steps), text.batch)
     inner = [(some[k, :, :-1], some[k, :, 1:], rows[k]) for k in range(int(steps))]
     last = some[-1, :, :-1], some[-1, :, 1:]
-    title = f"weighting sequences, GPT of {text.layers} layers, width {int(width) // text.divisor}"
+    title = f"weighting sequences, GPT of {text.layers} layers and width {int(width) // text.divisor}"
     title += f", {tokens} tokens, batches of {text.batch}" + ", AdamW" * bool(optimizer)
     return Problem(
         name, title, "gpt", model, [lam], WeightedSequences(lam), mean_token_loss, lambda: (inner, last),
@@ -305,7 +305,7 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        # without biases: the loss does not depend on that of the keys, and Adam would divide rounding errors by their size
+        # without biases: the loss does not depend on that of the keys, and Adam would blow up its rounding errors
         self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
