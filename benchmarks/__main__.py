@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     p.add_argument("--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR",
-                   help="where benchmarks.md, .json and the pictures go (runs/benchmarks)")  # fmt: skip
+                   help="where benchmarks.md, .json, goals.md and the pictures go (runs/benchmarks)")  # fmt: skip
     p.add_argument("--quick", action="store_true",
                    help="fewer samples, steps, rounds and runners; the same as --size quick")  # fmt: skip
     p.add_argument("--size", choices=list(SIZES), default=None, help="how large the problems are (full)")
