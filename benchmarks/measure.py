@@ -94,12 +94,17 @@ def _child(sender: Any, function: Callable[..., Result], setting: Setting, args:
         sender.send(result)
 
 
+progress = {"step": 0}  # how far a run has come, where it keeps count: for those that are ended
+
+
 def _end_beyond(limit: int, sender: Any, answered: threading.Lock) -> None:
     """End the process once it holds more than that, with a word why."""
     while own_memory() <= limit:
         time.sleep(0.05)
     with answered:
-        sender.send({"failed": f"ended: it held more than {limit / 2**30:.1f} GiB", "limit": limit})
+        at = f", at step {progress['step']:,}" if progress["step"] else ""
+        why = f"ended: it held more than {limit / 2**30:.1f} GiB{at}"
+        sender.send({"failed": why, "limit": limit, "step": progress["step"]})
         os._exit(0)
 
 

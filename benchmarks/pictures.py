@@ -38,7 +38,7 @@ def draw(folder: Path, results: dict[str, Any]) -> None:
 
 
 def whole_run(ax: Any, rows: dict[str, Any], limit: int) -> None:
-    """Memory against K. Where a process was ended, a cross at the limit, and a dotted line to it."""
+    """Memory against K. A cross where a process was ended that asked for a larger K."""
     for name, row in rows.items():
         if name == "plain run":
             continue
@@ -46,13 +46,14 @@ def whole_run(ax: Any, rows: dict[str, Any], limit: int) -> None:
         if not points:
             continue
         (line,) = ax.plot(list(points), list(points.values()), marker=MARKS[name][0], color=MARKS[name][1], label=name)
-        ended = [int(k) for k, r in row.items() if "limit" in r]
+        ended = [max(r["step"], max(points)) for r in row.values() if "limit" in r]
         if ended:
             k, least = max(points), limit / 1e6
             ax.plot([k, ended[0]], [points[k], least], ":", color=line.get_color())
             ax.plot([ended[0]], [least], "x", markersize=9, markeredgewidth=2, color=line.get_color())
     ax.axhline(limit / 1e6, color="0.6", linewidth=1)
-    ax.annotate("ended here (×)", (0.01, limit / 1e6), xycoords=("axes fraction", "data"), xytext=(0, 3),
+    words = f"limit, {limit / 2**30:.0f} GiB: a process that held more was ended (×)"
+    ax.annotate(words, (0.01, limit / 1e6), xycoords=("axes fraction", "data"), xytext=(0, 3),
                 textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
     decades(ax, "x")
     decades(ax, "y")

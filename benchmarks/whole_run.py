@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 
-from .measure import Result, Setting, clock, grown, own_memory
+from .measure import Result, Setting, clock, grown, own_memory, progress
 from .problems import Weighted, mean_loss
 from .runners import BY_NAME, quietly
 
@@ -57,6 +57,7 @@ class Task:
 
     def draw(self) -> tuple[Tensor, Tensor, Tensor]:
         """A batch by torch's generator: which images, where each is cut out, whether it is mirrored, and noise."""
+        progress["step"] += 1
         n, side = self.batch, self.images.shape[-1]
         crop = side - 4
         i = torch.randint(len(self.labels), (n,))
@@ -182,6 +183,7 @@ def case(setting: Setting, name: str, steps: int) -> Result:
     plain(task, 2)
     before = clock(lambda: plain(task, half))
     begin = time.perf_counter()
+    progress["step"] = 0
     with Peak() as peak:
         resident = grown(lambda: run(steps))
     seconds = time.perf_counter() - begin
