@@ -284,7 +284,7 @@ def run(found: dict[str, Any]) -> list[str]:
         done = [row for row in each.values() if "failed" not in row]
         return times(done[-1]["seconds"], done[-1]["plain"]) if done else "–"
 
-    body = [[name, *(megabytes(row["own"]) if "own" in row else "–" for row in each.values()), last(each)]
+    body = [[name, *(megabytes(each.get(k, {}).get("own")) for k in horizons), last(each)]
             for name, each in rows.items()]  # fmt: skip
     note = (
         "How far the process grows in one hypergradient, in MB; pages of files are not counted. Time: at the largest K "

@@ -105,9 +105,10 @@ def ours(task: Task, *, fetch: bool = True, store: bool = False, **options: Any)
 
     def run(steps: int) -> Tensor:
         with ExitStack() as stack:
+            place: dict[str, Any] = {}
             if store:
-                options["store"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_p9_"))
-            engine = bilevel.Reverse(**options)
+                place["store"] = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench_p9_"))
+            engine = bilevel.Reverse(**options, **place)
             loop = stack.enter_context(
                 bilevel.inner(task.model, task.h, mean_loss, solver="gd", optimizer=task.optimizer(), engine=engine)
             )
@@ -156,13 +157,14 @@ class Case:
     name: str
     group: str
     build: Callable[[Task], Run]
+    most: int = 10_000  # the largest K that it is asked for
 
     def missing(self) -> str:
         return BY_NAME[self.name].missing() if self.name in BY_NAME else ""
 
 
 CASES = [
-    Case("ours: checkpoint=sqrt", "ours", functools.partial(ours, fetch=False, checkpoint="sqrt")),
+    Case("ours: checkpoint=sqrt", "ours", functools.partial(ours, fetch=False, checkpoint="sqrt"), most=1000),
     Case("ours: fetch=, checkpoint=sqrt", "ours", functools.partial(ours, checkpoint="sqrt")),
     Case("ours: fetch=, store=", "ours", functools.partial(ours, store=True)),
     Case("higher", "peer", higher),
