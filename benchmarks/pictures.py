@@ -45,12 +45,13 @@ def whole_run(ax: Any, rows: dict[str, Any], limit: int) -> None:
         points = {int(k): max(r["own"], LEAST) / 1e6 for k, r in row.items() if "own" in r}
         if not points:
             continue
-        (line,) = ax.plot(list(points), list(points.values()), marker=MARKS[name][0], color=MARKS[name][1], label=name)
+        line = {"marker": MARKS[name][0], "color": MARKS[name][1], "linestyle": MARKS[name][2]}
+        ax.plot(list(points), list(points.values()), label=name, **line)
         ended = [max(r["step"], max(points)) for r in row.values() if "limit" in r]
         if ended:
             k, least = max(points), limit / 1e6
-            ax.plot([k, ended[0]], [points[k], least], ":", color=line.get_color())
-            ax.plot([ended[0]], [least], "x", markersize=9, markeredgewidth=2, color=line.get_color())
+            ax.plot([k, ended[0]], [points[k], least], ":", color=line["color"])
+            ax.plot([ended[0]], [least], "x", markersize=9, markeredgewidth=2, color=line["color"])
     ax.axhline(limit / 1e6, color="0.6", linewidth=1)
     words = f"limit, {limit / 2**30:.0f} GiB: a process that held more was ended (×)"
     ax.annotate(words, (0.01, limit / 1e6), xycoords=("axes fraction", "data"), xytext=(0, 3),
@@ -61,8 +62,9 @@ def whole_run(ax: Any, rows: dict[str, Any], limit: int) -> None:
 
 
 MARKS = {
-    "ours: checkpoint=sqrt": ("o", COLOURS[5]), "ours: fetch=, checkpoint=sqrt": ("s", COLOURS[0]),
-    "ours: fetch=, store=": ("^", COLOURS[2]), "higher": ("D", COLOURS[1]), "TorchOpt": ("v", COLOURS[4]),
+    "ours: checkpoint=sqrt": ("o", COLOURS[5], "-"), "ours: fetch=, checkpoint=sqrt": ("s", COLOURS[0], "-"),
+    "ours: fetch=, store=": ("^", COLOURS[2], "-"),
+    "higher": ("D", COLOURS[1], "-"), "TorchOpt": ("v", COLOURS[4], (0, (4, 4))),  # the two lie upon each other
 }  # fmt: skip
 
 
