@@ -87,7 +87,8 @@ soak: $(VENV)/.test
 	$(BIN)/python tests/recipes/bad_data_summary.py runs/bad_data.csv
 	$(BIN)/python tests/leaking.py docs/results/leaks.png
 
-# Side by side with the peers: time, memory, error, time to quality. `bench` takes over an hour, `bench-quick` less than five minutes.
+# Side by side with the peers: time, memory, error, time to quality; and the page of goals, which `python -m benchmarks.goals` makes again.
+# `bench` takes over an hour, `bench-quick` less than five minutes.
 $(VENV)/.bench: $(VENV)/.test
 	$(PIP) -e '.[peers]'
 	-$(PIP) --no-deps boat-torch

@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import extremes, measure, report
+from . import extremes, goals, measure, report, whole_run
 from .measure import Result, Setting, apart, say
-from .problems import NAMES, SIZES, make
+from .problems import LARGE, NAMES, SIZES, make
 from .runners import BY_NAME, RUNNERS
 
 PARTS = {
@@ -24,6 +24,7 @@ PARTS = {
     "growth": "P6: time and memory from the smallest to the largest K",
     "overhead": "microseconds that a step costs above a loop by hand, on a model of ten parameters",
     "long": "P7: K = 10,000 with few iterates (sqrt) and with none (forward)",
+    "run": "P9: a whole run of different batches, memory against K",
     "quality": "seconds until the labels of MNIST are told apart (needs the data)",
 }
 EXAMPLES = """examples:
@@ -35,12 +36,14 @@ EXAMPLES = """examples:
 Peers that are not installed are rows that say so. Time is measured in turns within one process, memory in a process of
 its own for each case. The data are random numbers of the right shapes, but for `quality`.
 """
+LIMITS = {"P8": 8 * 2**30, "P9": 4 * 2**30}  # bytes that a process may hold
 # who takes part, where not everybody does
 GROWING = ("ours: reverse", "ours: reverse checkpoint=sqrt", "ours: reverse memory=auto", "ours: unroll", "higher",
            "TorchOpt", "JAX jit + scan")  # fmt: skip
 IN_THE_BOX = ("ours: unroll", "ours: reverse memory=auto", "ours: unroll tasks=N")  # and every peer
-QUICK = ("ours: reverse", "ours: reverse memory=auto", "ours: unroll", "higher", "TorchOpt",
-         "learn2learn", "Betty", "BOAT", "hypertorch")  # fmt: skip
+SKIPPED = ("P4-20", *(name for name in LARGE if "-3" not in name or "256" in name))  # by a quick run
+QUICK = ("ours: reverse", "ours: reverse blocks=auto", "ours: reverse micro=4", "ours: reverse memory=auto",
+         "ours: unroll", "higher", "TorchOpt", "learn2learn", "Betty", "BOAT", "hypertorch")  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,12 +52,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     p.add_argument("--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR",
-                   help="where benchmarks.md, .json and the pictures go (runs/benchmarks)")  # fmt: skip
+                   help="where benchmarks.md, .json, goals.md and the pictures go (runs/benchmarks)")  # fmt: skip
     p.add_argument("--quick", action="store_true",
                    help="fewer samples, steps, rounds and runners; the same as --size quick")  # fmt: skip
     p.add_argument("--size", choices=list(SIZES), default=None, help="how large the problems are (full)")
     p.add_argument("--problems", type=listing(NAMES), default=None, metavar="P",
-                   help=f"some of {', '.join(NAMES)}, or beginnings: P1,P4 (all; quick: not P4-20)")  # fmt: skip
+                   help=f"some of {', '.join(NAMES)}, or beginnings: P1,P4 (all; quick: not "
+                   f"{', '.join(SKIPPED)})")  # fmt: skip
     everyone = [r.name for r in RUNNERS]
     p.add_argument("--runners", type=listing(everyone), default=None, metavar="R",
                    help=f"some of {', '.join(everyone)}, or beginnings: ours,higher,JAX (all; quick: what is not "
@@ -91,6 +95,8 @@ def listing(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 def table(setting: Setting, name: str, runners: list[str], rounds: int) -> Result:
     """All figures of one problem, runner by runner; what can't run has a reason in place of figures."""
+    large = name in LARGE
+    setting = replace(setting, limit=LIMITS["P8"] if large else None)
     say(f"{name}: the float64 result")
     exact = apart(measure.exact, setting, name)
     rows: dict[str, Result] = {}
@@ -115,10 +121,11 @@ def table(setting: Setting, name: str, runners: list[str], rounds: int) -> Resul
     for r in well:
         rows[r] |= {"failed": took["failed"]} if "failed" in took else {
             "seconds": took["seconds"][r], "prepare": took["prepare"][r]}  # fmt: skip
+    more = {"training": apart(measure.training, setting, name)} if large else {}
     p = make(name, setting.size)
     plain = took.get("seconds", {}).get(measure.PLAIN, [])
     return {"title": p.title, "steps": p.steps, "unit": p.unit, "plain": plain, "once": took.get("once", []),
-            "tenth": setting.tenth, "rows": rows}  # fmt: skip
+            "tenth": setting.tenth, "rows": rows, **more}  # fmt: skip
 
 
 def box(setting: Setting, problems: list[str], runners: list[str], rounds: int) -> Result:
@@ -166,6 +173,22 @@ def long(setting: Setting) -> Result:
     return {"rows": rows}
 
 
+def run(setting: Setting, runners: list[str]) -> Result:
+    """{runner: {K: figures}}; peers that were not asked for are left out."""
+    setting, rows = replace(setting, limit=LIMITS["P9"]), dict[str, Result]()
+    asked = [c for c in whole_run.CASES if c.group == "ours" or c.name in runners]
+    for steps in whole_run.HORIZONS[setting.size]:
+        say(f"P9: K = {steps}, plain")
+        rows.setdefault("plain run", {})[str(steps)] = apart(whole_run.plain_run, setting, steps)
+        for case in (c for c in asked if steps <= c.most):
+            say(f"P9: K = {steps}, {case.name}")
+            why = case.missing()
+            rows.setdefault(case.name, {})[str(steps)] = (
+                {"failed": why} if why else apart(whole_run.case, setting, case.name, steps)
+            )
+    return {"limit": setting.limit, "rows": rows}
+
+
 def quality(setting: Setting, runners: list[str], root: str | None, cap: float) -> Result:
     try:
         from . import quality as cleaning
@@ -185,7 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     size = args.size or ("quick" if args.quick else "full")
     rounds = args.rounds or (3 if size == "full" else 2)
     runners = args.runners or [r.name for r in RUNNERS if size != "quick" or r.name in QUICK]
-    problems = args.problems or [name for name in NAMES if size == "full" or name != "P4-20"]
+    problems = args.problems or [name for name in NAMES if size == "full" or name not in SKIPPED]
     setting, begin = Setting(size, args.threads, args.malloc), time.perf_counter()
     results: dict[str, Any] = report.load(args.out) if args.merge else {}
     results |= {
@@ -202,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "growth": [("", lambda: growth(setting, runners))],
         "overhead": [("", lambda: apart(extremes.overhead, replace(setting, threads=1), rounds))],
         "long": [("", lambda: long(setting))],
+        "run": [("", lambda: run(setting, runners))],
         "quality": [("", lambda: quality(setting, runners, args.data_root, cap))],
     }
     for part in args.parts or [part for part in PARTS if size == "full" or part != "quality"]:
@@ -211,8 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 results[part] = job()
             report.save(args.out, results)  # after each job: a run that is stopped has what it did
+            goals.write(args.out, results)
     say(f"{time.perf_counter() - begin:.0f} s")
-    print(f"\n{report.markdown(results)}\nwritten to {args.out}/benchmarks.md, .json and .png")
+    print(f"\n{report.markdown(results)}\nwritten to {args.out}/benchmarks.md, goals.md, .json and .png")
     return 0
 
 

@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Generator
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from recipes.malloc import keep_memory
 
 from .problems import SMOOTH, Problem, make
-from .runners import BY_NAME, Run, Runner, stored
+from .runners import BY_NAME, Run, Runner, judge
 
 Result = dict[str, Any]
 
@@ -44,6 +45,7 @@ class Setting:
     malloc: str  # "keep" or "default"
     steps: int | None = None  # K, where it is not the problem's own
     tenth: int | None = None
+    limit: int | None = None  # bytes: a process that holds more of its own is ended, and its row says so
     layout: str = "plain"  # or "recipe": an encoder as recipes.models.build_encoder makes it
 
     def problem(self, name: str, **options: Any) -> Problem:
@@ -79,30 +81,68 @@ def _child(sender: Any, function: Callable[..., Result], setting: Setting, args:
     torch.set_num_threads(setting.threads)
     if setting.malloc == "keep":
         keep_memory()
+    answered = threading.Lock()
+    if setting.limit:
+        threading.Thread(target=_end_beyond, args=(setting.limit, sender, answered), daemon=True).start()
     try:
-        sender.send(function(setting, *args))
+        result = function(setting, *args)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         why = (str(error).strip().splitlines() or [""])[0]
-        sender.send({"failed": f"{type(error).__name__}: {why[:200]} ({Path(where.filename).name}:{where.lineno})"})
+        result = {"failed": f"{type(error).__name__}: {why[:200]} ({Path(where.filename).name}:{where.lineno})"}
+    with answered:
+        sender.send(result)
+
+
+progress = {"step": 0}  # how far a run has come, where it keeps count: for those that are ended
+
+
+def _end_beyond(limit: int, sender: Any, answered: threading.Lock) -> None:
+    """End the process once it holds more than that, with a word why."""
+    while own_memory() <= limit:
+        time.sleep(0.05)
+    with answered:
+        at = f", at step {progress['step']:,}" if progress["step"] else ""
+        why = f"ended: it held more than {limit / 2**30:.1f} GiB{at}"
+        sender.send({"failed": why, "limit": limit, "step": progress["step"]})
+        os._exit(0)
+
+
+def own_memory() -> int:
+    """Bytes of memory that are the process's own: resident, and not pages of a file, which the system can take back."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(line[1]) * 1024 for line in lines if line[0] in ("RssAnon:", "RssShmem:"))
 
 
 # --- memory, operators, accuracy --------------------------------------------------------------------------------
 
 
 def case(setting: Setting, name: str, runner: str, exact: list[NDArray[Any]]) -> Result:
-    """What one hypergradient takes besides time; `exact` is the float64 result of the quick, smooth problem."""
+    """What one hypergradient takes besides time; `exact` is the float64 result of the quick, smooth problem.
+
+    On P8 the error is that of the method in float64, elsewhere that in float32.
+    """
     chosen, p = BY_NAME[runner], setting.problem(name)
     run = chosen.build(p)
     found: Result = {"resident": _resident(p, run, chosen)}
     if chosen.name.startswith("JAX"):
         found |= {"live": None, "operators": None}
     else:
-        found |= _live(run, count=not chosen.compiled)
-    if not (judged(setting).size == setting.size and name in SMOOTH):  # else it is the same problem
+        found |= _live(run, count=not chosen.compiled and not p.slow)
+    if name.startswith("P8"):
+        run = chosen.build(judged(setting).problem(name, dtype=torch.float64))
+    elif not (judged(setting).size == setting.size and name in SMOOTH):  # else it is the same problem
         run = chosen.build(judged(setting).problem(name, smooth=True))
     found["error"] = relative(run(), exact)
     return found
+
+
+def training(setting: Setting, name: str) -> Result:
+    """What K plain steps take: the peak of the bytes that tensors hold beyond the model and its data."""
+    p = setting.problem(name)
+    inner, _ = p.batches()
+    p.train(inner)
+    return {"resident": grown(lambda: p.train(inner)), "live": live(lambda: p.train(inner)), "iterates": p.iterates()}
 
 
 def judged(setting: Setting) -> Setting:
@@ -194,9 +234,9 @@ def silence() -> Generator[None]:
 
 
 def exact(setting: Setting, name: str) -> Result:
-    """The float64 result that all are judged by: stored iterates, written by hand, on the quick and smooth problem."""
+    """The float64 result that all are judged by: written by hand, on the quick and smooth problem."""
     p = judged(setting).problem(name, smooth=True, dtype=torch.float64)
-    return {"grads": [x.numpy() for x in stored(p)()]}
+    return {"grads": [x.numpy() for x in judge(p)()]}
 
 
 def relative(found: list[Tensor], true: list[NDArray[Any]]) -> float:
@@ -213,10 +253,11 @@ PLAIN = "plain"
 def times(setting: Setting, name: str, runners: list[str], rounds: int, enough: float = 900.0) -> Result:
     """Seconds of each round, in turns, and of the set-up. After `enough` seconds three rounds will do."""
     begin, prepare = time.perf_counter(), dict[str, float]()
-    runs: dict[str, Callable[[], Any]] = {PLAIN: setting.problem(name).plain}
+    problems = {key: setting.problem(name) for key in (PLAIN, *runners)}
+    runs: dict[str, Callable[[], Any]] = {PLAIN: problems[PLAIN].plain}
     for runner in runners:
         started = time.perf_counter()
-        runs[runner] = BY_NAME[runner].build(setting.problem(name))
+        runs[runner] = BY_NAME[runner].build(problems[runner])
         if BY_NAME[runner].compiled:
             runs[runner]()
         prepare[runner] = time.perf_counter() - started
@@ -224,14 +265,20 @@ def times(setting: Setting, name: str, runners: list[str], rounds: int, enough: 
     gc.collect()
     gc.freeze()  # else every collection walks all modules again
     order, once = list(runs), list[str]()
-    for turn in range(rounds + 1):  # the first is for warming up
+    slow = problems[PLAIN].slow
+    if slow:
+        for key, p in problems.items():
+            steps, p.steps = p.steps, 1
+            runs[key]()
+            p.steps = steps
+    for turn in range(1 if slow else rounds + 1):  # the first is for warming up
         for key in order[turn % len(order) :] + order[: turn % len(order)]:
             if key in once:
                 continue
             took = clock(runs[key])
             seconds[key].append(took)
             say(f"{name}: round {turn} of {rounds}, {key}, {took:.2f} s; {time.perf_counter() - begin:.0f} s so far")
-        if turn == 0:
+        if turn == 0 and not slow:
             once = [key for key, (took,) in seconds.items() if took > max(60, 8 * seconds[PLAIN][0])]
             seconds = {key: took if key in once else [] for key, took in seconds.items()}
         if turn >= 3 and time.perf_counter() - begin > enough:

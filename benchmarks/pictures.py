@@ -1,4 +1,4 @@
-"""The two pictures: time against memory, and how both grow with K."""
+"""The pictures: time against memory, how both grow with K, and the memory of a whole run."""
 
 from __future__ import annotations
 
@@ -30,6 +30,42 @@ def draw(folder: Path, results: dict[str, Any]) -> None:
             grow(ax, rows, key, scale)
             ax.set(xlabel="K", ylabel=label)
         save(figure, axes, folder / "benchmarks_growth.png")
+    rows = results.get("run", {}).get("rows")
+    if rows:
+        figure, axes = panels(["P9: memory of a whole run of K different batches"], width=7.0, height=4.6)
+        whole_run(axes[0], rows, results["run"]["limit"])
+        save(figure, axes, folder / "benchmarks_run.png")
+
+
+def whole_run(ax: Any, rows: dict[str, Any], limit: int) -> None:
+    """Memory against K. A cross where a process was ended that asked for a larger K."""
+    for name, row in rows.items():
+        if name == "plain run":
+            continue
+        points = {int(k): max(r["own"], LEAST) / 1e6 for k, r in row.items() if "own" in r}
+        if not points:
+            continue
+        line = {"marker": MARKS[name][0], "color": MARKS[name][1], "linestyle": MARKS[name][2]}
+        ax.plot(list(points), list(points.values()), label=name, **line)
+        ended = [max(r["step"], max(points)) for r in row.values() if "limit" in r]
+        if ended:
+            k, least = max(points), limit / 1e6
+            ax.plot([k, ended[0]], [points[k], least], ":", color=line["color"])
+            ax.plot([ended[0]], [least], "x", markersize=9, markeredgewidth=2, color=line["color"])
+    ax.axhline(limit / 1e6, color="0.6", linewidth=1)
+    words = f"limit, {limit / 2**30:.0f} GiB: a process that held more was ended (×)"
+    ax.annotate(words, (0.01, limit / 1e6), xycoords=("axes fraction", "data"), xytext=(0, 3),
+                textcoords="offset points", fontsize=8, color="0.4")  # fmt: skip
+    decades(ax, "x")
+    decades(ax, "y")
+    ax.set(xlabel="steps K, each on a batch of its own", ylabel="MB that the process grows by")
+
+
+MARKS = {
+    "ours: checkpoint=sqrt": ("o", COLOURS[5], "-"), "ours: fetch=, checkpoint=sqrt": ("s", COLOURS[0], "-"),
+    "ours: fetch=, store=": ("^", COLOURS[2], "-"),
+    "higher": ("D", COLOURS[1], "-"), "TorchOpt": ("v", COLOURS[4], (0, (4, 4))),  # the two lie upon each other
+}  # fmt: skip
 
 
 def pareto(ax: Any, found: dict[str, Any]) -> None:

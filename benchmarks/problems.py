@@ -1,6 +1,6 @@
-"""The problems P1 to P6: a model, two losses and data, the same for every runner.
+"""The problems P1 to P8: a model, two losses and data, the same for every runner. P9 is in whole_run.py.
 
-    inner loop   w ← w − lr·∇h(w, λ), K times, plain gradient descent from the model's own weights
+    inner loop   w ← w − lr·∇h(w, λ), K times, plain gradient descent from the model's own weights (or AdamW, on P8)
     wanted       d g(w_K)/dλ, exactly
 
 The data are random numbers of the right shapes: time and memory do not depend on what the pictures show. `smooth`
@@ -40,6 +40,28 @@ class Problem:
     single: tuple[nn.Module, Callable[..., Tensor], Callable[..., Tensor], int] | None = None  # one task, their number
     encoder: nn.Module | None = None
     images: Tensor | None = None
+    adamw: bool = False  # AdamW in place of plain gradient steps
+    fused: bool = False  # its attention is fused: who keeps graphs needs the kernel that has a second derivative
+    slow: bool = False  # then it is timed once, and warmed up by a single step
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the plain loop."""
+        w = self.model.parameters()
+        return torch.optim.AdamW(w, lr=self.lr) if self.adamw else torch.optim.SGD(w, lr=self.lr)
+
+    def iterates(self) -> int:
+        """K·|z|: the bytes of K states, a state being the weights and what the optimizer keeps beside them.
+
+        Nothing of it is assumed: one step of the optimizer itself, with gradients of 0, tells what it keeps.
+        """
+        w = [x.detach().clone().requires_grad_() for x in self.model.parameters()]
+        optimizer = self.optimizer()
+        optimizer.param_groups[0]["params"] = w
+        for x in w:
+            x.grad = torch.zeros_like(x)
+        optimizer.step()
+        kept = [s for state in optimizer.state.values() for s in state.values() if isinstance(s, Tensor)]
+        return self.steps * sum(x.numel() * x.element_size() for x in (*w, *kept))
 
     @property
     def unit(self) -> str:
@@ -47,7 +69,7 @@ class Problem:
         return "encoder pass" if self.encoder else f"{self.steps} plain steps"
 
     def plain(self) -> None:
-        """The unit: K gradient steps on h that nothing is asked of; with an encoder, one pass to and fro."""
+        """The unit: K steps on h that nothing is asked of; with an encoder, one pass to and fro."""
         inner, outer = self.batches()
         if self.encoder:
             features = [inner[0][0], outer[0]]
@@ -55,14 +77,27 @@ class Problem:
             return
         w = list(self.model.parameters())
         start = [x.detach().clone() for x in w]
+        self.train(inner)
+        with torch.no_grad():
+            for x, old in zip(w, start, strict=True):
+                x.copy_(old)
+
+    def train(self, inner: list[Batch]) -> None:
+        """K plain steps, after which the model is trained: what the memory of plain training is measured on."""
+        if self.adamw:
+            optimizer = self.optimizer()
+            for k in range(self.steps):
+                optimizer.zero_grad()
+                self.h(self.model, *inner[k % len(inner)]).backward(inputs=list(self.model.parameters()))
+                optimizer.step()
+            optimizer.zero_grad()
+            return
+        w = list(self.model.parameters())
         for k in range(self.steps):
             grads = torch.autograd.grad(self.h(self.model, *inner[k % len(inner)]), w)
             with torch.no_grad():
                 for x, grad in zip(w, grads, strict=True):
                     x.sub_(grad, alpha=self.lr)
-        with torch.no_grad():
-            for x, old in zip(w, start, strict=True):
-                x.copy_(old)
 
 
 @dataclass(frozen=True)
@@ -87,8 +122,9 @@ SIZES = {
     "quick": Size(1000, 200, 16, 16, 4, 5, 28, 300, {"P1": 50, "P2": 30, "P3": 5, "P5": 10}, (10, 40, 160)),
     "tiny": Size(12, 12, 4, 4, 2, 2, 16, 20, {"P1": 6, "P2": 6, "P3": 3, "P5": 3}, (3, 6)),
 }  # fmt: skip
-SMOOTH = ("P1", "P5")  # without kinks as they are
-NAMES = ("P1", "P2", "P3", "P4-5", "P4-20", "P5")  # P6 is a study of its own: P2 at several K
+SMOOTH = ("P1", "P5", "P8")  # without kinks as they are, and judged at their own size where that is the quick one
+LARGE = ("P8-128-3", "P8-128-20", "P8-256-3", "P8-256-20", "P8-128-3-adamw", "P8-128-20-adamw")  # width, K, optimizer
+NAMES = ("P1", "P2", "P3", "P4-5", "P4-20", "P5", *LARGE)  # P6 is a study of its own: P2 at several K
 
 
 def make(
@@ -209,6 +245,94 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+# --- a GPT: λ is a weight for each training sequence -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Texts:
+    """P8. The widths that its names give are divided by `divisor`, so are the tokens: 96 at width 128, 128 at 256."""
+
+    layers: int
+    batch: int
+    vocabulary: int
+    divisor: int
+
+
+TEXTS = {"full": Texts(12, 8, 256, 1), "quick": Texts(12, 4, 64, 4), "tiny": Texts(3, 2, 16, 8)}
+
+
+def gpt(name: str, size: Size, smooth: bool, dtype: torch.dtype) -> Problem:
+    """K batches of random tokens, all different; g is the loss on one more."""
+    text = TEXTS[next(key for key, value in SIZES.items() if value is size)]
+    _, width, steps, *optimizer = name.split("-")
+    tokens = {"128": 96, "256": 128}[width] // text.divisor
+    model = GPT(text.vocabulary, tokens, int(width) // text.divisor, text.layers).to(dtype)
+    some = torch.randint(text.vocabulary, (int(steps) + 1, text.batch, tokens + 1))
+    lam = torch.randn(int(steps) * text.batch).to(dtype).requires_grad_()
+    rows = torch.arange(len(lam)).view(int(steps), text.batch)
+    inner = [(some[k, :, :-1], some[k, :, 1:], rows[k]) for k in range(int(steps))]
+    last = some[-1, :, :-1], some[-1, :, 1:]
+    title = f"weighting sequences, GPT of {text.layers} layers and width {int(width) // text.divisor}"
+    title += f", {tokens} tokens, batches of {text.batch}" + ", AdamW" * bool(optimizer)
+    return Problem(
+        name, title, "gpt", model, [lam], WeightedSequences(lam), mean_token_loss, lambda: (inner, last),
+        int(steps), 1e-3 if optimizer else 0.1, adamw=bool(optimizer), fused=True, slow=(width, steps) != ("128", "3"),
+    )  # fmt: skip
+
+
+class GPT(nn.Module):
+    """A decoder as many write it: learned positions, pre-norm blocks, the head tied to the embedding."""
+
+    def __init__(self, vocabulary: int, tokens: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.blocks = nn.ModuleList(Block(width, max(1, width // 32)) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        for x in (self.embed.weight, self.place.weight):
+            nn.init.normal_(x, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.place.weight[: x.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.embed.weight)
+
+
+class Block(nn.Module):
+    """Causal attention by torch's fused kernel, and an MLP of four times the width."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # without biases: the loss does not depend on that of the keys, and Adam would blow up its rounding errors
+        self.qkv, self.mix = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(n, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).reshape(n, t, d))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class WeightedSequences:
+    """h = mean_i σ(λ_i)·ℓ_i, ℓ_i the mean loss over the tokens of sequence i."""
+
+    def __init__(self, lam: Tensor) -> None:
+        self.lam = lam
+
+    def __call__(self, model: Any, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
+        losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none").view_as(y).mean(1)
+        return (torch.sigmoid(self.lam[i]) * losses).mean()
+
+
+def mean_token_loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """g: the mean over all tokens."""
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
 # --- few-shot: λ is an encoder, w a linear head for each task ---------------------------------------------------
 
 
@@ -255,4 +379,5 @@ def few_shot(name: str, size: Size, smooth: bool, dtype: torch.dtype) -> Problem
     )  # fmt: skip
 
 
-MAKERS = {"P1": linear, "P2": mlp, "P3": convolutions, "P4": few_shot, "P5": transformer, "P6": mlp, "P7": linear}
+MAKERS = {"P1": linear, "P2": mlp, "P3": convolutions, "P4": few_shot, "P5": transformer, "P6": mlp, "P7": linear,
+          "P8": gpt}  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .problems import NAMES
+from .problems import LARGE, NAMES
 from .runners import Runner
 
 Row = dict[str, Any]
@@ -86,14 +86,21 @@ def seconds(found: Sequence[float]) -> str:
 # --- the page ---------------------------------------------------------------------------------------------------
 
 
-def markdown(results: dict[str, Any]) -> str:
+def origin(results: dict[str, Any]) -> str:
+    """When and where."""
     s, m = results["setting"], results["machine"]
+    return (
+        f"Finished {results['when']}. {m['cpu']}, {s['threads']} cores, {m['memory_gib']} GiB, "
+        f"{m['system']}, Python {m['python']}, torch {m['torch']}; {', '.join(m['packages'].values())}. "
+        f"Size: {s['size']}. malloc of all runners: {s['malloc']}."
+    )
+
+
+def markdown(results: dict[str, Any]) -> str:
     page = [
         "# Side by side with the peers",
         "",
-        f"Finished {results['when']}. {m['cpu']}, {s['threads']} cores, {m['memory_gib']} GiB, "
-        f"{m['system']}, Python {m['python']}, torch {m['torch']}; {', '.join(m['packages'].values())}. "
-        f"Size: {s['size']}. malloc of all runners: {s['malloc']}. Made by",
+        f"{origin(results)} Made by",
         "",
         "```",
         *results["commands"],
@@ -104,9 +111,9 @@ def markdown(results: dict[str, Any]) -> str:
     if table:
         page += [*NOTES, "", "![time against memory](benchmarks_pareto.png)", ""]
     for name in (n for n in NAMES if n in table):
-        page += problem(name, table[name])
+        page += large(name, table[name]) if name in LARGE else problem(name, table[name])
     for part, write in (("box", out_of_the_box), ("growth", growth), ("overhead", overhead), ("long", long),
-                        ("quality", quality)):  # fmt: skip
+                        ("run", run), ("quality", quality)):  # fmt: skip
         if part in results:
             page += write(results[part])
     return "\n".join(page).rstrip() + "\n"
@@ -120,7 +127,11 @@ NOTES = """\
 - **resident**: growth of the process at its peak, each case in a process of its own, after set-up and a step.
   **live**: peak of the bytes that tensors hold, whatever the allocator does. **/ peer**: relative to the leanest one.
 - **error**: relative to the float64 result, on the quick size, with Softplus and average pooling in place of kinks.
-  **operators**: dispatched in one hypergradient (launches, on a GPU).""".splitlines()
+  **operators**: dispatched in one hypergradient (launches, on a GPU).
+- P8: **less iterates**: live bytes less K·|z|, where |z| is counted on the weights and on what the optimizer keeps for
+  them. **/ training**: relative to the live bytes of K plain steps, whose attention is fused. Neither counts the model
+  itself. **error**: in float64, relative to a loop written by hand. The peers are given the attention that has a
+  second derivative; ours takes it by itself. A process that holds more than 8 GiB is ended.""".splitlines()
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -131,32 +142,71 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def problem(name: str, found: dict[str, Any]) -> list[str]:
     rows: dict[str, Row] = found["rows"]
     plain = statistics.median(found["plain"]) if found["plain"] else None
-    fastest, resident, live = (best(rows, key) for key in ("seconds", "resident", "live"))
+    fastest, live = (best(rows, key) for key in ("seconds", "live"))
 
     def cells(runner: str, row: Row) -> list[str]:
         if "failed" in row:
-            return [runner, row["failed"], *[""] * 8]
+            return [runner, *["–"] * 8]
         took = value(row, "seconds")
         return [
             runner, seconds(row["seconds"]) if row.get("seconds") else "–", times(took, plain), times(took, fastest),
-            megabytes(row["resident"]), times(row["resident"], resident), megabytes(row["live"]),
+            megabytes(row["resident"]), megabytes(row["live"]),
             times(row["live"], live), f"{row['error']:.0e}" + " **wrong**" * (not is_exact(row)),
             "–" if row["operators"] is None else f"{row['operators']:,}",
         ]  # fmt: skip
 
-    head = ["runner", "seconds", f"× {found['unit']}", "/ peer", "resident MB", "/ peer", "live MB", "/ peer"]
+    head = ["runner", "seconds", f"× {found['unit']}", "/ peer", "resident MB", "live MB", "/ peer"]
     head += ["error", "operators"]
+    lines = [*heading(name, found), *grid(head, (cells(r, row) for r, row in rows.items())), ""]
+    return [*lines, *remarks(found), ""]
+
+
+def heading(name: str, found: dict[str, Any]) -> list[str]:
     lines = [f"## {name}: {found['title']}, K = {found['steps']}", ""]
-    if plain is not None:
-        lines += [f"Unit: {found['unit']}, {seconds(found['plain'])} s. {len(found['plain'])} rounds.", ""]
-    lines += [*grid(head, (cells(r, row) for r, row in rows.items())), ""]
-    remarks = [f"- {r}: {row['remark']}." for r, row in rows.items() if row.get("remark")]
+    if found["plain"]:
+        rounds = f"{len(found['plain'])} round" + "s" * (len(found["plain"]) > 1)
+        lines += [f"Unit: {found['unit']}, {seconds(found['plain'])} s. {rounds}.", ""]
+    return lines
+
+
+def remarks(found: dict[str, Any]) -> list[str]:
+    """What stands below a table: why a row has no figures, and what a reader should know of the others."""
+    rows: dict[str, Row] = found["rows"]
+    remarks = [f"- {r}: {row['failed'].rstrip('.')}." for r, row in rows.items() if "failed" in row]
+    remarks += [f"- {r}: {row['remark']}." for r, row in rows.items() if row.get("remark")]
     remarks += [f"- {r}: compiled in {row['prepare']:.1f} s, which is not in its time." for r, row in rows.items()
                 if row.get("prepare", 0) > 1 and ("JAX" in r or "compile" in r)]  # fmt: skip
     remarks += [f"- {r}: so slow that it was timed once." for r in found.get("once", ())]
     if found.get("tenth") and any("tenth" in r for r in rows):
         remarks += [f"- memory=tenth: `Reverse(memory={found['tenth']})`, a tenth of the leanest peer's live bytes."]
-    return [*lines, *remarks, ""]
+    return remarks
+
+
+def large(name: str, found: dict[str, Any]) -> list[str]:
+    """P8: beside plain training, since the question is whether what can be trained can be differentiated as well."""
+    rows, training = found["rows"], found["training"]
+    if "failed" in training:
+        return [*heading(name, found), f"Plain training: {training['failed']}.", ""]
+    plain = statistics.median(found["plain"]) if found["plain"] else None
+    reverse = value(rows.get("ours: reverse", {}), "seconds")
+
+    def cells(runner: str, row: Row) -> list[str]:
+        if "failed" in row:
+            return [runner, *["–"] * 6]
+        took, less = value(row, "seconds"), beyond_iterates(runner, row, training)
+        return [runner, times(took, plain), times(took, reverse), megabytes(row["live"]), megabytes(less),
+                times(less, training["live"]), f"{row['error']:.0e}"]  # fmt: skip
+
+    head = ["runner", f"× {found['unit']}", "/ reverse", "live MB", "less iterates", "/ training", "error"]
+    first = ["plain training", times(plain, plain), times(plain, reverse), megabytes(training["live"])]
+    first += [megabytes(training["live"]), "1.00", "–"]
+    lines = [*heading(name, found), *grid(head, (first, *(cells(r, row) for r, row in rows.items()))), ""]
+    return [*lines, f"- K·\\|z\\|, the iterates: {megabytes(training['iterates'])} MB.", *remarks(found), ""]
+
+
+def beyond_iterates(runner: str, row: Row, training: Row) -> float:
+    """Peak bytes of tensors less K·|z|, which `reverse` holds; an unrolled loop has no iterates beside its graphs."""
+    return row["live"] - (training["iterates"] if runner.startswith("ours: reverse") else 0)
 
 
 def out_of_the_box(found: dict[str, Any]) -> list[str]:
@@ -222,6 +272,31 @@ def long(found: dict[str, Any]) -> list[str]:
     note = "How far the process grows in one hypergradient; `forward` follows one outer variable, a regulariser."
     lines = [f"## P7: long loops ({title})", "", note, ""]
     return [*lines, *grid(["engine", "K", "seconds", "resident MB", "plan"], body), ""]
+
+
+def run(found: dict[str, Any]) -> list[str]:
+    rows = found["rows"]
+    horizons = list(dict.fromkeys(k for each in rows.values() for k in each))
+    cases = [row for each in rows.values() for row in each.values()]
+    title = next((row["title"] for row in cases if "title" in row), "")
+
+    def last(each: dict[str, Row]) -> str:
+        done = [row for row in each.values() if "failed" not in row]
+        return times(done[-1]["seconds"], done[-1]["plain"]) if done else "–"
+
+    body = [[name, *(megabytes(each.get(k, {}).get("own")) for k in horizons), last(each)]
+            for name, each in rows.items()]  # fmt: skip
+    note = (
+        "How far the process grows in one hypergradient, in MB; pages of files are not counted. Time: at the largest K "
+        "that has a figure, over as many plain steps. A process that holds more than "
+        f"{found['limit'] / 2**30:.0f} GiB is ended."
+    )
+    lines = [f"## P9: a whole run ({title})", "", note, ""]
+    lines += [*grid(["loop", *(f"K = {int(k):,}" for k in horizons), "× plain steps"], body), ""]
+    why = {name: [f"K = {int(k):,}: {row['failed'].rstrip('.')}" for k, row in each.items() if "failed" in row]
+           for name, each in rows.items()}  # fmt: skip
+    lines += [f"- {name}: {reasons[0]}." for name, reasons in why.items() if reasons]
+    return [*lines, "", "![memory against K](benchmarks_run.png)", ""]
 
 
 def quality(found: dict[str, Any]) -> list[str]:

@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bilevel_plugin as bilevel
 from recipes.vision import torchvision
 
+from .lacking import lacking
 from .problems import Problem
 
 Run = Callable[[], list[Tensor]]
@@ -43,19 +45,25 @@ class Runner:
     build: Build
     package: str = ""
     module: str = ""
-    only: str = ""  # the problems it is for, as a prefix; all if empty
+    only: str = ""  # the problems it is for, as a prefix; all but P8 if empty
+    large: bool = False  # for P8 as well
     absent: str = ""  # why it is a row without figures
     part: tuple[str, str] = ("", "")  # a module that should load, and what it means if it does not
     too_long: tuple[str, str, str] = ("", "", "")  # a problem, its sizes, and why it takes too long there
+    unable: tuple[str, str] = ("", "")  # how the names of problems end that it can't take, and why
     compiled: bool = False  # then operators can't be counted from outside, and the first run is no measure
 
     def takes(self, problem: str) -> bool:
-        return problem.startswith(self.only)
+        return problem.startswith(self.only) and (self.large or bool(self.only) or not problem.startswith("P8"))
 
     def missing(self, problem: str = "", size: str = "") -> str:
         """Why it can't run here, or nothing."""
         if problem and problem == self.too_long[0] and size in self.too_long[1].split():
             return self.too_long[2]
+        if self.unable[0] and problem.endswith(self.unable[0]):
+            return self.unable[1]
+        if lacking(self.name):
+            return lacking(self.name)
         found = importable(self.module)
         return self.absent or ("" if found is True else f"not installed: {found}")
 
@@ -91,18 +99,24 @@ def importable(name: str) -> bool | str:
 # --- ours -------------------------------------------------------------------------------------------------------
 
 
-def ours(engine: Callable[[Problem], Any], tasks: bool = False, solver: str = "gd", **more: Any) -> Build:
-    """`bilevel.inner` with that engine; with `tasks`, one head and `tasks=N` in place of a batched module."""
+def ours(
+    engine: Callable[[Problem], Any], tasks: bool = False, solver: str = "gd", step: dict[str, Any] | None = None
+) -> Build:
+    """`bilevel.inner` with that engine; with `tasks`, one head and `tasks=N` in place of a batched module.
+
+    `step` are the options of every step.
+    """
 
     def build(p: Problem) -> Run:
         model, h, g, number = p.single if tasks and p.single else (p.model, p.h, p.g, None)
-        options: dict[str, Any] = {"solver": solver, "lr": p.lr, "engine": engine(p), "tasks": number, **more}
+        rule: dict[str, Any] = {"optimizer": p.optimizer()} if p.adamw else {"lr": p.lr}
+        options: dict[str, Any] = {"solver": solver, "engine": engine(p), "tasks": number, **rule}
 
         def run() -> list[Tensor]:
             inner, outer = p.batches()
             with bilevel.inner(model, h, g, **options) as loop:
                 for k in range(p.steps):
-                    loop.step(*inner[k % len(inner)], outer=outer)
+                    loop.step(*inner[k % len(inner)], outer=outer, **(step or {}))
                 return list(loop.hypergrad(p.outer))
 
         return run
@@ -131,17 +145,52 @@ def autograd(p: Problem) -> Run:
     def run() -> list[Tensor]:
         inner, outer = p.batches()
         w: dict[str, Any] = dict(host.named_parameters())
+        move = adamw_by_hand(p) if p.adamw else lambda n, x, grad, k: x - p.lr * grad
         for k in range(p.steps):
             loss = torch.func.functional_call(host, w, (p.h, inner[k % len(inner)]))
             grads = torch.autograd.grad(loss, list(w.values()), create_graph=True)
-            w = {n: x - p.lr * grad for (n, x), grad in zip(w.items(), grads, strict=True)}
+            w = {n: move(n, x, grad, k + 1) for (n, x), grad in zip(w.items(), grads, strict=True)}
         return list(torch.autograd.grad(torch.func.functional_call(host, w, (p.g, outer)), p.outer))
 
     return run
 
 
+def adamw_by_hand(p: Problem) -> Callable[[str, Tensor, Tensor, int], Tensor]:
+    """Its formula, with the options that p.optimizer() has: w − lr·(m̂ / (√v̂ + ε) + decay·w)."""
+    options = p.optimizer().param_groups[0]
+    (b1, b2), eps, decay = options["betas"], options["eps"], options["weight_decay"]
+    moments: dict[str, tuple[Any, Any]] = {}
+
+    def move(name: str, x: Tensor, grad: Tensor, k: int) -> Tensor:
+        m, v = moments.get(name, (0.0, 0.0))
+        m, v = moments[name] = b1 * m + (1 - b1) * grad, b2 * v + (1 - b2) * grad.square()
+        return x - p.lr * (m / (1 - b1**k) / ((v / (1 - b2**k)).sqrt() + eps) + decay * x)
+
+    return move
+
+
+def judge(p: Problem) -> Run:
+    """What the float64 result that all are judged by is made with."""
+    return with_plain_attention(autograd if p.adamw else stored)(p)
+
+
+def with_plain_attention(build: Build) -> Build:
+    """Attention by the kernel that has a second derivative, where a problem's is fused; ours sees to it itself."""
+
+    def built(p: Problem) -> Run:
+        run = build(p)
+
+        def plainly() -> list[Tensor]:
+            with sdpa_kernel(SDPBackend.MATH):
+                return run()
+
+        return plainly if p.fused else run
+
+    return built
+
+
 def stored(p: Problem) -> Run:
-    """Stored iterates by hand, one graph at a time: what the float64 result that all are judged by is made with."""
+    """Stored iterates by hand, one graph at a time."""
     host = Host(p.model)
 
     def run() -> list[Tensor]:
@@ -195,7 +244,7 @@ def jax(p: Problem) -> Run:
 
 def higher(p: Problem) -> Run:
     library: Any = quietly("higher")
-    sgd = torch.optim.SGD(p.model.parameters(), lr=p.lr)
+    sgd = p.optimizer()
 
     def run() -> list[Tensor]:
         inner, outer = p.batches()
@@ -212,7 +261,11 @@ def torchopt(p: Problem) -> Run:
 
     def run() -> list[Tensor]:
         inner, outer = p.batches()
-        optimizer = library.MetaSGD(p.model, lr=p.lr)
+        if p.adamw:  # without moment_requires_grad it cuts the first moments off
+            decay = p.optimizer().param_groups[0]["weight_decay"]
+            optimizer = library.MetaAdamW(p.model, lr=p.lr, weight_decay=decay, moment_requires_grad=True)
+        else:
+            optimizer = library.MetaSGD(p.model, lr=p.lr)
         start = library.extract_state_dict(p.model, by="reference")
         for k in range(p.steps):
             optimizer.step(p.h(p.model, *inner[k % len(inner)]))
@@ -317,17 +370,22 @@ def nothing(p: Problem) -> Run:
 
 # The rows of every table, in this order. `p.tenth`: a tenth of the leanest unrolled peer's live bytes.
 RUNNERS = [
-    Runner("ours: reverse", "ours", ours(lambda p: bilevel.Reverse())),
+    Runner("ours: reverse", "ours", ours(lambda p: bilevel.Reverse()), large=True),
+    Runner("ours: reverse blocks=auto", "ours", ours(lambda p: bilevel.Reverse(blocks="auto")), only="P8"),  # pyright: ignore[reportCallIssue]
+    Runner("ours: reverse micro=4", "ours", ours(lambda p: bilevel.Reverse(), step={"micro": 4}), only="P3"),
     Runner("ours: reverse checkpoint=sqrt", "ours", ours(lambda p: bilevel.Reverse(checkpoint="sqrt"))),
     Runner("ours: reverse memory=auto", "ours", ours(lambda p: bilevel.Reverse(memory="auto"))),
     Runner("ours: reverse memory=tenth", "ours", ours(lambda p: bilevel.Reverse(memory=p.tenth or "auto"))),
     Runner("ours: reverse compile", "ours", ours(lambda p: bilevel.Reverse(compile=True)), compiled=True),
-    Runner("ours: unroll", "ours", ours(lambda p: bilevel.Unroll())),
+    Runner("ours: unroll", "ours", ours(lambda p: bilevel.Unroll()), large=True),
     Runner("ours: reverse tasks=N", "ours", ours(lambda p: bilevel.Reverse(), tasks=True), only="P4"),
     Runner("ours: unroll tasks=N", "ours", ours(lambda p: bilevel.Unroll(), tasks=True), only="P4"),
-    Runner("higher", "peer", higher, "higher", "higher"),
     Runner(
-        "TorchOpt", "peer", torchopt, "torchopt", "torchopt",
+        "higher", "peer", with_plain_attention(higher), "higher", "higher", large=True,
+        unable=("adamw", "has no differentiable AdamW"),
+    ),
+    Runner(
+        "TorchOpt", "peer", with_plain_attention(torchopt), "torchopt", "torchopt", large=True,
         part=("torchopt._C", "its C++ part does not load beside this torch: Python in its place, and no word of it"),
     ),
     Runner("learn2learn", "peer", learn2learn, "learn2learn", "learn2learn"),

@@ -91,11 +91,15 @@ def expand(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def in_order(folder: Path) -> list[Path]:
-    """The pages of a folder: its index, then the others as the index names them, then those that it does not name."""
+    """The pages of a folder: its index, then the others as the index names them, then those that it does not name.
+
+    What is called …_notes.md is no page of its own: a page that is made by a command ends with it.
+    """
     index = folder / "index.md"
     text = index.read_text() if index.exists() else ""
     named = lambda page: text.find(f"({page.name}") if f"({page.name}" in text else len(text)
-    return sorted(folder.glob("*.md"), key=lambda page: (page != index, named(page), page.name))
+    pages = [page for page in folder.glob("*.md") if not page.name.endswith("_notes.md")]
+    return sorted(pages, key=lambda page: (page != index, named(page), page.name))
 
 
 def inside(markdown: str, page: Path) -> str:
