@@ -29,7 +29,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import bilevel_plugin as bilevel
 from recipes.vision import torchvision
 
-from .lacking import lacking
 from .problems import Problem
 
 Run = Callable[[], list[Tensor]]
@@ -62,8 +61,6 @@ class Runner:
             return self.too_long[2]
         if self.unable[0] and problem.endswith(self.unable[0]):
             return self.unable[1]
-        if lacking(self.name):
-            return lacking(self.name)
         found = importable(self.module)
         return self.absent or ("" if found is True else f"not installed: {found}")
 
@@ -371,7 +368,7 @@ def nothing(p: Problem) -> Run:
 # The rows of every table, in this order. `p.tenth`: a tenth of the leanest unrolled peer's live bytes.
 RUNNERS = [
     Runner("ours: reverse", "ours", ours(lambda p: bilevel.Reverse()), large=True),
-    Runner("ours: reverse blocks=auto", "ours", ours(lambda p: bilevel.Reverse(blocks="auto")), only="P8"),  # pyright: ignore[reportCallIssue]
+    Runner("ours: reverse blocks=auto", "ours", ours(lambda p: bilevel.Reverse(blocks="auto")), only="P8"),
     Runner("ours: reverse micro=4", "ours", ours(lambda p: bilevel.Reverse(), step={"micro": 4}), only="P3"),
     Runner("ours: reverse checkpoint=sqrt", "ours", ours(lambda p: bilevel.Reverse(checkpoint="sqrt"))),
     Runner("ours: reverse memory=auto", "ours", ours(lambda p: bilevel.Reverse(memory="auto"))),

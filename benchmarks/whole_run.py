@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 
-from .lacking import lacking
 from .measure import Result, Setting, clock, grown, own_memory, progress
 from .problems import Weighted, mean_loss
 from .runners import BY_NAME, quietly
@@ -161,7 +160,7 @@ class Case:
     most: int = 10_000  # the largest K that it is asked for
 
     def missing(self) -> str:
-        return lacking(self.name) or (BY_NAME[self.name].missing() if self.name in BY_NAME else "")
+        return BY_NAME[self.name].missing() if self.name in BY_NAME else ""
 
 
 CASES = [
