@@ -34,7 +34,15 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .graph import DerivativeWarning, FirstLook, State, map_tensors, same_bits, sequence_number, tensors_of
-from .kernels import EXCLUSIVE, NORMALISATIONS, LongAttention, TakingDirection, evaluating, twice_differentiable
+from .kernels import (
+    EXCLUSIVE,
+    FIRST_ORDER,
+    NORMALISATIONS,
+    LongAttention,
+    TakingDirection,
+    evaluating,
+    twice_differentiable,
+)
 
 Loss = Callable[..., Tensor]
 _RUNNING = ("running_mean", "running_var")
@@ -124,6 +132,7 @@ class Binding:
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
         self.weight_norm = any(map(_has_weight_norm, self.modules))
+        self.padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
         self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by a name of its own
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: _Session | None = None
@@ -330,10 +339,13 @@ class Binding:
     # --- the model as a function ---
 
     @contextmanager
-    def inside(self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False) -> Generator[Inside]:
+    def inside(
+        self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False, twice: bool | None = None
+    ) -> Generator[Inside]:
         """Weights and buffers in the model, to compute losses and their derivatives in.
 
-        With `graph`, buffers that are state can be differentiated if `statistics` says so.
+        With `graph`, buffers that are state can be differentiated if `statistics` says so, and so can a gradient, a
+        second time, unless `twice` says otherwise.
         """
         follow = {n for n in self.statistics if n in z} if graph and statistics else set[str]()
         followed: State = {}
@@ -362,7 +374,9 @@ class Binding:
         )
         with (
             self.swapped(copies) as inside,
-            self.twice_differentiable(inside.taking if follow else None),
+            self.twice_differentiable(inside.taking if graph else None, statistics=bool(follow))
+            if (graph if twice is None else twice) or not self._takes_kernels_of_plain_loop(graph, bool(follow))
+            else FIRST_ORDER,
             evaluating(inside.taking),
             _silenced(hooks) if hooks else _NOTHING,
         ):
@@ -400,15 +414,28 @@ class Binding:
             if n in buffers:
                 holder[name] = buffers[n]
 
+    def _takes_kernels_of_plain_loop(self, graph: bool, follow: bool) -> bool:
+        """Whether a gradient by the kernels of the plain loop is, to rounding, that of the others.
+
+        On a device they may draw other random numbers. Running statistics and padded rows have a gradient in g, and
+        none in the plain loop.
+        """
+        others = follow or (graph and self.padded)
+        return not (others or self.devices or self.weight_norm or self.long_attention or self.vmaps_losses)
+
     def twice_differentiable(
-        self, statistics: TakingDirection | None = None, *, compiled: bool = False
+        self, taking: TakingDirection | None = None, *, statistics: bool = True, compiled: bool = False
     ) -> AbstractContextManager[Any]:
-        """Keep out the kernels whose second derivative is missing or wrong; those of running statistics, if asked."""
+        """Keep out the kernels whose second derivative is missing or wrong.
+
+        With `taking`, so are those that are constant in the direction of a step and not in its derivative.
+        """
         return twice_differentiable(
             recurrent_on_gpu=self._recurrent_on_gpu,
             weight_norm=self.weight_norm,
             long_attention=self.long_attention and not compiled,
-            statistics=statistics,
+            statistics=taking if statistics else None,
+            padded=taking if self.padded else None,
         )
 
     def _first_look(self, name: str, loss: Loss) -> AbstractContextManager[Any]:

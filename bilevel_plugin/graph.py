@@ -66,11 +66,12 @@ class Traced:
     cut: Pairs
     leaves: Sequence[Tensor]
     share: float = 1.0  # of this process, where the value is a mean over several
+    retain_graph: bool = True  # it is gone through again, or runs on into a graph that is not ours
 
-    def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients, retain_graph: bool = True) -> State:
+    def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
         """a·∂to/∂at, returned; a·∂to/∂λ, added to the sums, for `inputs`, or for every leaf if None."""
         wanted = self.leaves if inputs is None else inputs
-        grads = vjp(self.to, a, [*self.at.values(), *(x for _, x in self.cut), *wanted], self.share, retain_graph)
+        grads = vjp(self.to, a, [*self.at.values(), *(x for _, x in self.cut), *wanted], self.share, self.retain_graph)
         into.collect(self.cut, wanted, grads[len(self.at) :])
         return {n: grad for n, grad in zip(self.at, grads, strict=False) if grad is not None}
 
@@ -269,6 +270,11 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
                 if node._sequence_nr() < since:
                     old.add(id(leaf))
     return [x for key, x in found.items() if key not in old]
+
+
+def has_older_nodes(root: Tensor, since: int) -> bool:
+    """Whether the graph of root runs on into one that was made before."""
+    return any(leaf_of(node) is None and node._sequence_nr() < since for node in nodes([root]))
 
 
 def sequence_number() -> int:

@@ -1,8 +1,10 @@
 """Which kernels are kept out of a loss, because their second derivative is missing or wrong, and why.
 
 - Fused attention has no second derivative, on the CPU either: the one written in plain products is taken, for long
-  sequences in chunks (`attention`).
+  sequences in chunks (`attention`). Where a gradient is all that is asked for, on the CPU, the fused one stays.
 - The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck: it is written out.
+- An embedding with padding_idx drops the gradient of that row, which is right for the direction of a step and wrong in
+  every other derivative: there it is written out.
 - cuDNN's recurrent layers have no second derivative: the plain ones are taken.
 - Reentrant activation checkpointing can't be differentiated by torch.autograd.grad: the other kind is taken.
 - BatchNorm and InstanceNorm update their running statistics outside of autograd: where these are part of the state
@@ -40,22 +42,28 @@ def twice_differentiable(
     weight_norm: bool = False,
     long_attention: bool = False,
     statistics: TakingDirection | None = None,
+    padded: TakingDirection | None = None,
 ) -> AbstractContextManager[Any]:
     """Keep out the kernels whose second derivative is missing or wrong, as far as the model has use for them."""
-    if recurrent_on_gpu or weight_norm or long_attention or statistics is not None:
-        return _several(recurrent_on_gpu, weight_norm, long_attention, statistics)
+    if recurrent_on_gpu or weight_norm or long_attention or statistics is not None or padded is not None:
+        return _several(recurrent_on_gpu, weight_norm, long_attention, statistics, padded)
     return _PLAIN_ATTENTION
 
 
 @contextmanager
 def _several(
-    recurrent_on_gpu: bool, weight_norm: bool, long_attention: bool, statistics: TakingDirection | None
+    recurrent_on_gpu: bool,
+    weight_norm: bool,
+    long_attention: bool,
+    statistics: TakingDirection | None,
+    padded: TakingDirection | None,
 ) -> Generator[None]:
     no_cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent_on_gpu else nullcontext()
     plain = _PlainWeightNorm() if weight_norm else nullcontext()
     written_out = nullcontext() if statistics is None else RunningStatistics(statistics)
     by_name = LongAttention() if long_attention else nullcontext()
-    with _PLAIN_ATTENTION, no_cudnn, plain, written_out, by_name:
+    rows = nullcontext() if padded is None else PaddedEmbedding(padded)
+    with _PLAIN_ATTENTION, no_cudnn, plain, written_out, by_name, rows:
         yield
 
 
@@ -73,9 +81,7 @@ class _PlainAttention(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         EXCLUSIVE.acquire()
-        checkpoint.CheckpointFunction = _NonReentrant  # pyright: ignore[reportAttributeAccessIssue]
-        if F.scaled_dot_product_attention is MATH_KERNEL:  # and not a function of somebody else's
-            F.scaled_dot_product_attention = _attention_in_block
+        _REPLACED.enter(_attention_in_block)
         self._before.append([enabled() for enabled, _, _ in _ATTENTION])
         for _, enable, wanted in _ATTENTION:
             enable(wanted)
@@ -87,11 +93,70 @@ class _PlainAttention(AbstractContextManager[None]):
     def __exit__(self, *error: object) -> None:
         for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
             enable(on)
-        if not self._before:
-            checkpoint.CheckpointFunction = _REENTRANT  # pyright: ignore[reportAttributeAccessIssue]
-            if F.scaled_dot_product_attention is _attention_in_block:
-                F.scaled_dot_product_attention = MATH_KERNEL
+        _REPLACED.leave()
         EXCLUSIVE.release()
+
+
+class _Replaced:
+    """The functions of torch that are others while a loss runs, one replacement inside of the other."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, Any]] = []
+
+    def enter(self, attention_in_block: Any) -> None:
+        self._before.append((checkpoint.CheckpointFunction, F.scaled_dot_product_attention))
+        checkpoint.CheckpointFunction = _NonReentrant  # pyright: ignore[reportAttributeAccessIssue]
+        if F.scaled_dot_product_attention in (MATH_KERNEL, _attention_in_block, _fused_attention):
+            F.scaled_dot_product_attention = attention_in_block  # else it is a function of somebody else's
+
+    def leave(self) -> None:
+        function, kernel = self._before.pop()
+        checkpoint.CheckpointFunction = function  # pyright: ignore[reportAttributeAccessIssue]
+        if F.scaled_dot_product_attention in (_attention_in_block, _fused_attention):
+            F.scaled_dot_product_attention = kernel
+
+
+_REPLACED = _Replaced()
+
+
+class _FirstOrder(AbstractContextManager[None]):
+    """The kernels of the plain loop, where a gradient is taken and nothing more; but for activation checkpointing.
+
+    Attention with dropout has to draw the numbers that it draws where the step is differentiated, and in low precision
+    kernels round otherwise: there it is the same as where the step is differentiated.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0  # a loop may be inside a loss
+
+    def __enter__(self) -> None:
+        EXCLUSIVE.acquire()
+        _REPLACED.enter(_fused_attention)
+        self._depth += 1
+
+    @property
+    def is_on(self) -> bool:
+        return self._depth > 0
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        _REPLACED.leave()
+        EXCLUSIVE.release()
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """What F.scaled_dot_product_attention is where no second derivative is asked for."""
+    precise = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
+    if (dropout_p == 0 and precise) or not FIRST_ORDER.is_on:
+        return MATH_KERNEL(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+    with _PLAIN_ATTENTION:
+        return attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+
+FIRST_ORDER = _FirstOrder()
 
 
 class _NonReentrant:
@@ -102,7 +167,6 @@ class _NonReentrant:
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-_REENTRANT = checkpoint.CheckpointFunction
 _ATTENTION = [
     (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
     (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
@@ -130,8 +194,8 @@ class LongAttention(TorchFunctionMode):
         self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = attention.__code__  # which calls the kernel for what is short
-        if func is MATH_KERNEL and sys._getframe(1).f_code is not ours and not checkpointing():  # pyright: ignore
+        ours = attention.__code__, _fused_attention.__code__  # which call the kernel themselves
+        if func is MATH_KERNEL and sys._getframe(1).f_code not in ours and not checkpointing():  # pyright: ignore
             self.seen, func = True, attention
         return func(*args, **(kwargs or {}))
 
@@ -177,6 +241,29 @@ class _ConstantInStep(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, taking: TakingDirection, x: Tensor) -> Any:  # pyright: ignore
         return _ConstantInStep.apply(taking, x), in_dims[1]
+
+
+class PaddedEmbedding(TorchFunctionMode):
+    """nn.Embedding(padding_idx=i): row i is a constant in the direction of a step, and not in the derivative of it.
+
+    torch's kernel leaves that row out of second derivatives as well, and out of the gradient of g.
+    """
+
+    def __init__(self, taking: TakingDirection) -> None:
+        super().__init__()
+        self._taking = taking
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._embedding if func is F.embedding else func)(*args, **(kwargs or {}))
+
+    def _embedding(
+        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        found = F.embedding(input, weight, None, *args, **kwargs)
+        if padding_idx is None:
+            return found
+        padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+        return torch.where(padding, _ConstantInStep.apply(self._taking, found), found)  # pyright: ignore
 
 
 _EVALUATIONS: list[tuple[int, TakingDirection]] = []  # of losses, one inside the other, with their threads

@@ -23,6 +23,7 @@ from .graph import (
     cut_graph,
     explained,
     find_leaves,
+    has_older_nodes,
     is_finite,
     reaches,
     sequence_number,
@@ -411,13 +412,13 @@ class Loop:
             return self._binding.call(_forward, inside, args, kwargs)
 
     @contextmanager
-    def _inside(self, z: State | None = None) -> Generator[Inside]:
+    def _inside(self, z: State | None = None, twice: bool = True) -> Generator[Inside]:
         """The current weights in the model, and what can be differentiated."""
-        grad = torch.is_grad_enabled()
+        grad, binding = torch.is_grad_enabled(), self._binding
         z = self._z if z is None else z
         with (
             EXCLUSIVE,
-            self._binding.inside(z, self._buffers, graph=True, statistics=bool(self._binding.moving)) as inside,
+            binding.inside(z, self._buffers, graph=True, statistics=bool(binding.moving), twice=twice) as inside,
             torch.set_grad_enabled(grad),
         ):
             yield inside
@@ -763,9 +764,10 @@ class _OuterLoss(End):
         self._batch = cut_graph(batch, self._cut) if loop._tape.replays else batch
 
     @contextmanager
-    def traced(self, z: State | None = None) -> Generator[Traced]:
-        loop, binding = self._loop, self._loop._binding
-        with EXCLUSIVE, undisturbed(binding), loop._inside(z) as inside, torch.enable_grad():
+    def traced(self, z: State | None = None, *, once: bool = False) -> Generator[Traced]:
+        """With `once`, for a gradient and nothing more: the graph is let go as it is gone through."""
+        loop, binding, since = self._loop, self._loop._binding, sequence_number()
+        with EXCLUSIVE, undisturbed(binding), loop._inside(z, twice=not once) as inside, torch.enable_grad():
             value = binding.loss("g", self._g, inside, self._batch)
             loop._monitor.record_loss(loop._k + 1, "g", binding.means_of_losses({"g": value.detach()})["g"], {})
             stand_ins = [x for _, x in self._cut]
@@ -777,10 +779,12 @@ class _OuterLoss(End):
                 raise disconnected("g")
             self.leaves = leaves
             self._watched = inside.watched
-            yield Traced({**inside.leaves, **inside.statistics}, {"g": value}, self._cut, leaves, binding.share)
+            retain = not once or has_older_nodes(value, since)
+            at = {**inside.leaves, **inside.statistics}
+            yield Traced(at, {"g": value}, self._cut, leaves, binding.share, retain)
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
-        with self.traced(z) as traced:
+        with self.traced(z, once=True) as traced:
             self.warn_of_buffers(traced.to["g"])
             return _pull_loss(traced, self._loop._binding, inputs, into)
 

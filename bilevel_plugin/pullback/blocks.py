@@ -22,17 +22,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..binding import Inside
+from ..binding import Inside, code_of
 from ..conditions import RandomStates, random_states, set_modes, set_random_states, undisturbed
-from ..graph import State, explained, grad, leaf_of, nodes, same_bits, sequence_number
+from ..graph import State, explained, grad, leaf_of, nodes, norm, same_bits, sequence_number
 from ..kernels import full_precision
 from ..step import Step
-from ..updates import PulledUpdate, add
+from ..updates import add
 from . import lean
 from .base import Pulled, joined, known_direction
 from .lean import LeanProducts
@@ -88,49 +89,90 @@ class BlockByBlock:
                 d = binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
         update = step.update.pull(z, d, a, wanted, end=False)
         del d
-        return _pull_by_tangents(step, z, buffers, a, wanted, modules, update)
+        tangents = _Tangents(step, z, buffers, wanted, modules)
+        self._check_symmetry(step, tangents)
+        u, update.cotangent = update.cotangent, {}
+        if binding.share != 1:
+            u = {n: x * binding.share for n, x in u.items()}
+        through, of_wanted, values = tangents.along(u, a)
+        return joined(step, update, through, binding.statistics, of_wanted, {}, values)
+
+    def _check_symmetry(self, step: Step, tangents: _Tangents) -> None:
+        """⟨v, H·u⟩ = ⟨u, H·v⟩ for random u and v, where H·u are tangents of the gradient: once for losses of a model.
+
+        It is not so where something on the way changes the gradient: then it is not the gradient of a function.
+        """
+        binding = step.binding
+        key = binding.key, step.only, tuple((t.name, code_of(t.loss)) for t in step.terms)
+        if not binding.warns or key in _SYMMETRIC or not step.directed:
+            return
+        generator = torch.Generator().manual_seed(0)
+        some = [
+            {n: torch.randn(tangents.z[n].shape, generator=generator).to(tangents.z[n]) for n in step.directed}
+            for _ in range(2)
+        ]
+        products: list[Tensor] = []
+        sizes: list[Tensor] = []
+        for u, v in (some, some[::-1]):
+            with undisturbed(binding):
+                through = tangents.along(dict(u), {})[0]
+            pairs = [(x, v[n]) for n, x in through.items() if x is not None and n in v]
+            products.append(sum((x * y).sum() for x, y in pairs))  # pyright: ignore
+            sizes.append(norm(x for x, _ in pairs) * norm(y for _, y in pairs))
+        size = max(sizes)
+        if not size.is_meta and abs(products[0] - products[1]) > torch.finfo(size.dtype).eps ** 0.5 * size:
+            raise Unsuited(
+                "the derivative of a gradient is not symmetric, since something changes the gradient on its way (an "
+                "autograd.Function whose backward is not that of its forward)"
+            )
+        _SYMMETRIC.add(key)
 
 
-def _pull_by_tangents(
-    step: Step,
-    z: State,
-    buffers: State,
-    a: State,
-    wanted: Sequence[Tensor],
-    modules: Sequence[nn.Module],
-    update: PulledUpdate,
-) -> Pulled:
-    """One backward pass on dual numbers: the tangents of all gradients along the cotangent of the update."""
-    binding = step.binding
-    _load_forward_mode()
-    with binding.inside(z, buffers, graph=True, statistics=bool(binding.moving)) as inside, forward_ad.dual_level():
-        with torch.no_grad():
-            for n in list(update.cotangent):  # let go one by one, since the parameter has a copy of its own
-                u = update.cotangent.pop(n)
-                u = u if binding.share == 1 else u * binding.share
-                inside.leaves[n].copy_(forward_ad.make_dual(z[n], u))
-        binding.note_versions()
-        blocks = _Blocks(step, inside, wanted)
-        with _OnDualNumbers() as blocks.dual, blocks.installed(modules):
-            with _unsuited("a loss"):
-                weighted, values = step.losses(inside)
-            if inside.taking.stops or inside.taking.without_graph:
-                raise Unsuited("a loss stops a gradient, or updates running statistics under activation checkpointing")
-            after = {n: b for n, b in inside.buffers().items() if n in inside.statistics}
-            with torch.enable_grad():
-                outputs = [sum(weighted[1:], weighted[0])]
-            along = [torch.ones_like(outputs[0])]
-            for n, b in after.items():
-                if n in a and b.requires_grad:
-                    outputs.append(b)
-                    along.append(forward_ad.make_dual(torch.zeros_like(b), a[n]))
-            del weighted, after
-            named = {**inside.leaves, **inside.statistics, **inside.watched}
-            tangents = blocks.tangents_of_gradient(outputs, along, [*named.values(), *wanted])
-            del blocks, outputs, along
-    through = dict(zip(named, tangents, strict=False))
-    binding.warn_if_read({n: through.pop(n) for n in inside.watched})
-    return joined(step, update, through, inside.statistics, tangents[len(named) :], {}, values)
+_SYMMETRIC: set[object] = set()  # what was found to be so: models with their losses
+
+
+class _Tangents:
+    """The tangents of the gradient of a step at z, by one backward pass on dual numbers."""
+
+    def __init__(
+        self, step: Step, z: State, buffers: State, wanted: Sequence[Tensor], modules: Sequence[nn.Module]
+    ) -> None:
+        self._step, self.z, self._buffers = step, z, buffers
+        self._wanted, self._modules = wanted, modules
+
+    def along(self, u: State, a: State) -> tuple[dict[str, Tensor | None], Sequence[Tensor | None], State]:
+        """∇_w ⟨∇ℓ, u⟩ by name, the same for what is wanted, and the losses; for statistics b, a·∂b⁺. u is used up."""
+        step, z, binding = self._step, self.z, self._step.binding
+        _load_forward_mode()
+        statistics = bool(binding.moving)
+        with (
+            binding.inside(z, self._buffers, graph=True, statistics=statistics) as inside,
+            forward_ad.dual_level(),
+        ):
+            with torch.no_grad():
+                for n in list(u):  # let go one by one, since the parameter has a copy of its own
+                    inside.leaves[n].copy_(forward_ad.make_dual(z[n], u.pop(n)))
+            binding.note_versions()
+            blocks = _Blocks(step, inside, self._wanted)
+            with _OnDualNumbers() as blocks.dual, blocks.installed(self._modules):
+                with _unsuited("a loss"):
+                    weighted, values = step.losses(inside)
+                if inside.taking.stops or inside.taking.without_graph:
+                    raise Unsuited("a loss stops a gradient, or updates running statistics under checkpointing")
+                with torch.enable_grad():
+                    outputs = [sum(weighted[1:], weighted[0])]
+                along = [torch.ones_like(outputs[0])]
+                for n, b in inside.buffers().items():
+                    if n in inside.statistics and n in a and b.requires_grad:
+                        outputs.append(b)
+                        along.append(forward_ad.make_dual(torch.zeros_like(b), a[n]))
+                del weighted
+                named = {**inside.leaves, **inside.statistics, **inside.watched}
+                tangents = blocks.tangents_of_gradient(outputs, along, [*named.values(), *self._wanted])
+                del blocks, outputs, along
+        through = dict(zip(named, tangents, strict=False))
+        binding.warn_if_read({n: through.pop(n) for n in inside.watched})
+        return through, tangents[len(named) :], values
 
 
 class _Blocks:
@@ -299,8 +341,10 @@ class _Call:
         with self._again(products) as (inputs, outputs):
             used = _leaves_read(outputs, since)
             moving = [x for x in used if id(x) in blocks.tangents]
+            inside.taking.on = True
             with products.taking_gradient():
                 first = _vjp(outputs, along, [*inputs, *moving], create_graph=True)
+            inside.taking.on = False
             others = [x for x in used if id(x) in blocks.outer]
             second = _vjp(
                 [*first, *outputs],
@@ -391,7 +435,9 @@ class _OnDualNumbers(TorchFunctionMode):
         if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
             if self._on:
                 torch._C._set_fwd_grad_enabled(args[0])  # pyright: ignore
-        elif self._without_graphs:
+        elif func is F.embedding and self._on:
+            func = _embedding
+        if self._without_graphs:
             with torch.no_grad():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -415,6 +461,20 @@ class _OnDualNumbers(TorchFunctionMode):
             self._on = before
 
 
+def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """F.embedding, whose row `padding_idx` has no gradient: along the direction of a step it does not move.
+
+    The gradient is no longer that of a function then, and its derivative not symmetric. With a tangent that is 0 in
+    that row, and gradients that go to it all the same, the tangents of these are what they should be.
+    """
+    tangent = tangent_of(weight)
+    if padding_idx is not None and tangent is not None:
+        tangent = tangent.clone()
+        tangent[padding_idx] = 0
+        weight = as_dual(primal_of(weight), tangent)
+    return F.embedding(input, weight, None, *args, **kwargs)
+
+
 @contextmanager
 def _unsuited(what: str) -> Generator[None]:
     """Whatever goes wrong in what has run before, on plain numbers, is the reason not to go block by block."""
@@ -424,7 +484,7 @@ def _unsuited(what: str) -> Generator[None]:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Unsuited(f"{what} does not run on dual numbers, or a second time ({why[:160]})") from error
+        raise Unsuited(f"{what} does not run on dual numbers, or not once more ({why[:160]})") from error
 
 
 # --- graphs of a block ---

@@ -166,6 +166,8 @@ class Compiler:
             self.give_up("a loss returns something beside its value")
         elif binding.stops_gradients:
             self.give_up("a loss calls stop_gradient, which compiled code does not see")
+        elif binding.padded:
+            self.give_up("the model has an nn.Embedding with padding_idx, whose compiled second derivative is wrong")
         elif binding.weight_norm:
             self.give_up("the model has weight_norm, whose compiled second derivative is wrong")
         elif binding.moving and not all(judged):
