@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
-from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite
+from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite, peak_bytes
+from ..kernels import full_precision
 from ..pullback import PULLBACKS, Pull
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
 from ..updates import SUM
 from .base import End, Engine, Tape, refuse_create_graph
-from .plan import Budget, Keep, Plan, Sweep, free, parse, schedule
+from .plan import (
+    Budget,
+    Keep,
+    Plan,
+    Sweep,
+    free,
+    gaps_between,
+    least_missed,
+    parse,
+    schedule,
+    states_for_sqrt,
+)
 from .store import Store
 
 
@@ -27,10 +40,12 @@ class Reverse(Engine):
 
     `memory` (bytes, "2GiB", or "auto": half of what the device has free) keeps as much as fits instead: the graphs
     of the last steps, which then need not be run again, and iterates for the others. With room for all graphs it is
-    as fast as "unroll". `loop.plan` tells what was chosen.
+    as fast as "unroll". Compiled steps have no graphs: with `compile`, as many iterates are kept as fit beside what
+    going back over one step takes, which is measured on the first step of each kind by an eager pullback. `loop.plan`
+    tells what was chosen.
 
-    `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" widens c as the loop goes
-    on, so that about 2√K iterates are held at any time. `truncate=m` goes back over the last m steps only: a
+    `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" holds 1.6·√K iterates
+    at any time, and runs each step once more on the average. `truncate=m` goes back over the last m steps only: a
     biased gradient for the memory and time of m steps (Shaban et al. 2019). `offload` keeps iterates in host memory
     (pinned, copied without waiting), if the model is on an accelerator.
 
@@ -54,15 +69,10 @@ class Reverse(Engine):
             parse(self.memory)
             if self.checkpoint != 1:
                 raise ValueError("bilevel.Reverse: memory= decides what to store: leave out checkpoint= or memory=.")
-            if self.compile:
-                raise ValueError(
-                    "bilevel.Reverse: memory= keeps graphs of autograd, and compiled steps have none. Leave out "
-                    "compile=, or bound the memory with checkpoint=."
-                )
 
     @property
     def keeps_graphs(self) -> bool:
-        return self.memory is not None
+        return self.memory is not None and not self.compile
 
     @property
     def refuses_group(self) -> str:
@@ -81,11 +91,13 @@ class _ReverseTape(Tape):
             from ..pullback import compiled  # here, since torch's compiler takes a second to import
 
             self._compiler, self._pull = compiled.Compiler(), compiled.pull
-        self._every = 1 if options.checkpoint == "sqrt" else options.checkpoint
         self._steps: dict[int, RecordedStep] = {}
         self._store = Store(offload=options.offload)
+        self._store.most = None if options.memory is None else 1  # until it is known how many rows there is room for
         self._saved: dict[int, State] = {}
         self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
+        self._takes_graphs = options.keeps_graphs  # until a state has to be dropped
+        self._at_once = 1  # how many graphs the sweep is to have room for
         self._weighed: dict[object, int] = {}
         self._budget: Budget | None = None
         self._last: State = {}
@@ -105,25 +117,25 @@ class _ReverseTape(Tape):
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         k = self._count
-        if self._options.memory is None:
-            if k in self._saved:  # of a step that failed
-                self._forget(k)
-            if k % self._every == 0:
-                self._saved[k] = self._kept(step, z)
-            moved = step.take(z, monitor)
-        else:
+        if k in self._saved:  # of a step that failed
+            self._forget(k)
+        if self._takes_graphs:
             moved = step.take(z, monitor, graph=True)
             self._graphs.append((k, Traced(moved.at, moved.to, step.cut, step.leaves)))
-            self._fit(self._weigh(step, moved))
+            self._weigh(step, z, moved)
+            self._fit()
             moved.to = as_leaves(moved.to)
+        else:
+            self._admit(k, lambda: self._kept(step, z), k + 1)
+            moved = step.take(z, monitor)
+            if self._options.memory is not None and self._weigh(step, z, moved):
+                self._fit()
         self._last = moved.to
         if k - 1 not in self._steps or self._steps[k - 1].k != step.k:
             self._begins.append(k)
         self._count += 1
         step.share_with(self._steps.get(k - 1))
         self._steps[k] = step
-        if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
-            self._thin()
         if self._first > 0:
             self.reaches_start = False
             while self._graphs and self._graphs[0][0] < self._first:
@@ -134,13 +146,39 @@ class _ReverseTape(Tape):
                 del self._steps[j]
         return moved
 
+    # --- which states are kept ---
+
+    def _most_states(self, steps: int) -> int | None:
+        """How many states may be held in a loop of so many steps; None if there is no bound."""
+        if self._options.checkpoint == "sqrt":
+            return states_for_sqrt(steps)
+        return max(2, self._budget.states(max(self._at_once, len(self._graphs)))) if self._budget else None
+
+    def _admit(self, k: int, keep: Callable[[], State], end: int) -> None:
+        """Keep the state of step k, the latest one of them, and drop the one that is missed least if it takes that."""
+        c = self._options.checkpoint
+        if isinstance(c, int) and k % c and self._saved:
+            return
+        most, saved = self._most_states(end), sorted(self._saved)
+        if most is not None:
+            if self._budget is not None and len(saved) >= most:
+                self._at_once = self._budget.graphs_at_once(end, self._at_once)
+                most = self._most_states(end) or most
+            self._store.most = most + 1  # one more in the sweep, for the end of a step to be compared with
+            while saved and len(saved) >= most:
+                i = least_missed(gaps_between([*saved, k], end), most, self._at_once)
+                if i == len(saved):
+                    return
+                self._drop([saved.pop(i)])
+        self._saved[k] = keep()
+
     def _kept(self, step: RecordedStep, z: State) -> State:
         """A copy of z. Where all states are kept, what accumulating steps leave alone is kept once.
 
         Such a step moves no weight, and its derivative does not read the sum that it adds to.
         """
         options, before = self._options, self._steps.get(self._count - 1)
-        if options.checkpoint != 1 or options.truncate is not None:
+        if options.checkpoint != 1 or options.truncate is not None or options.memory is not None:
             return self._store.keep(z)
         rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
         shared = self._saved[self._count - 1] if before is not None and before.accumulates else {}
@@ -148,51 +186,74 @@ class _ReverseTape(Tape):
         return {**{n: x for n, x in shared.items() if n in rest}, **self._store.keep(new)} if new else dict(shared)
 
     def _forget(self, k: int) -> None:
-        before = self._steps.get(k - 1)
-        if before is None or not before.accumulates:  # else its rows are another's as well
+        before, options = self._steps.get(k - 1), self._options
+        shared = options.checkpoint == 1 and options.truncate is None and options.memory is None
+        if not shared or before is None or not before.accumulates:  # else its rows are another's as well
             self._drop([k])
 
-    def _weigh(self, step: RecordedStep, moved: Moved) -> Budget:
-        """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""
-        kind = step.kind
-        state = sum(x.nbytes for x in moved.to.values())
-        if kind not in self._weighed:
-            self._weighed[kind] = state + graph_bytes(moved.to, moved.at, step.tensors())
-        memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
+    def _weigh(self, step: RecordedStep, z: State, moved: Moved) -> bool:
+        """Whether what fits has changed: steps of other losses or batches weigh otherwise, and the heaviest counts."""
+        binding, old = step.step.binding, self._budget
+        state = max(sum(x.nbytes for x in moved.to.values()), old.state if old else 0)
+        unknown = step.kind not in self._weighed
+        if unknown and self._takes_graphs:
+            self._weighed[step.kind] = state + graph_bytes(moved.to, moved.at, step.tensors())
+            unknown = False
+        memory = old.memory if old else parse(self._options.memory or "auto")
         if memory is None:
             memory = free(next(iter(moved.to.values())).device) // 2
-        binding = step.step.binding  # the same plan on every rank
-        heaviest, least = binding.largest_on_any_rank(max(self._weighed.values()), -memory)
-        if self._budget is None or (heaviest, state) != (self._budget.graph, self._budget.state):
-            self._budget = Budget(-least, heaviest, state)
-            self._budget.check()
-        return self._budget
+        one_plan = binding.largest_on_any_rank  # on every rank
+        heaviest, least, unknown = one_plan(max(self._weighed.values(), default=0), -memory, int(unknown))
+        if unknown:  # on some rank; it takes all of them to run a step again
+            self._weighed[step.kind] = self._weighed_again(step, z, moved, state)
+            (heaviest,) = one_plan(max(self._weighed.values()))
+        if old is not None and (heaviest, state) == (old.graph, old.state):
+            return False
+        self._budget = Budget(-least, heaviest, state, pull=0 if self._options.keeps_graphs else heaviest)
+        self._budget.check()
+        return True
 
-    def _fit(self, budget: Budget) -> None:
-        """Graphs give way to states, oldest first; and states to graphs, as long as their gaps are run in one go."""
-        while not budget.fits(len(self._graphs), len(self._saved)):
-            thinned = (len(self._saved) + 1) // 2
-            if len(self._graphs) == 1 or (thinned < len(self._saved) and budget.fits(2 * self._every, thinned)):
-                self._thin()
-            else:
-                self._release(*self._graphs.popleft())
+    def _weighed_again(self, step: RecordedStep, z: State, moved: Moved, state: int) -> int:
+        """The bytes of the step's graph, or those that going back over it takes where graphs are not kept."""
+        with torch.enable_grad(), full_precision():
+            if self._options.keeps_graphs:
+                traced = step.trace(z)
+                return state + graph_bytes(traced.to, traced.at, step.tensors())
+            pull = self._pull if self._compiler is None else PULLBACKS["lean"]  # compiled code can't be watched
+            statistics = step.step.binding.statistics
+            a = {n: x.detach() for n, x in moved.to.items() if x.is_floating_point() and n not in statistics}
+            return peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), pull))
 
-    def _release(self, k: int, traced: Traced) -> None:
-        """Forget a graph. Its state stays, if it is one of those to keep, or if none lies before it (truncate=)."""
-        if k % self._every == 0 or not any(j <= k for j in self._saved):
-            self._saved[k] = self._store.keep(traced.at)
-
-    def _thin(self) -> None:
-        self._every *= 2
-        first = min(self._saved)  # with truncate=, not a multiple of anything
-        self._drop([j for j in self._saved if j % self._every and j != first])
+    def _fit(self) -> None:
+        """Graphs give way to states, oldest first; when none is left, a state goes for each that comes."""
+        budget = self._budget
+        assert budget is not None
+        while self._graphs and not budget.fits(len(self._graphs), len(self._saved)):
+            k, traced = self._graphs.popleft()
+            self._takes_graphs = bool(self._graphs)
+            self._admit(k, lambda at=traced.at: self._store.keep(at), self._count + 1)
+            del traced
+        saved, end = sorted(self._saved), self._count + 1
+        most = self._most_states(end) or 0
+        while len(saved) > most:
+            self._drop([saved.pop(least_missed(gaps_between(saved, end), most, self._at_once))])
+        self._store.shrink(most + 1)
 
     def _drop(self, steps: list[int]) -> None:
         for j in steps:
             self._store.drop(self._saved.pop(j))
 
     def _room(self, steps: int, held: int) -> tuple[int, int]:
-        return self._budget.room(steps, held) if self._budget else (1, steps)
+        if self._budget is not None:
+            return self._budget.room(steps, held)
+        most = self._most_states(self._count)
+        return 1, steps if most is None else max(0, most - held)
+
+    def _fits(self, graphs: int, states: int) -> bool:
+        if self._budget is not None:
+            return self._budget.fits(graphs, states)
+        most = self._most_states(self._count)
+        return most is None or states <= most
 
     @property
     def _end(self) -> int:
@@ -200,8 +261,13 @@ class _ReverseTape(Tape):
         return self._graphs[0][0] if self._graphs else self._count
 
     def _schedule(self, end: int) -> Iterator[Keep | Sweep]:
-        saved = sorted(j for j in self._saved if j < end)
-        return schedule(saved, end, self._room) if end > self._first else iter(())
+        saved, first = sorted(j for j in self._saved if j < end), self._first
+        for action in schedule(saved, end, self._room):
+            if end <= first:  # what is left lies before the last steps that were asked for
+                return
+            yield action
+            if isinstance(action, Sweep):
+                end = action.at
 
     def plan(self) -> Plan:
         actions = self._schedule(self._end)
@@ -216,30 +282,47 @@ class _ReverseTape(Tape):
             k, traced = self._graphs[i]
             if self._saved:  # their room will be needed
                 self._graphs.pop()
-                self._release(k, traced)
+                self._saved[k] = self._store.keep(traced.at)
             yield self._steps[k], traced.at, traced
             del traced
-        states, spent = dict(self._saved), None
-        for action in self._schedule(end):
-            z = as_leaves(self._store.fetch(states[action.begin]))
-            for k in range(action.begin, action.at):
-                z = as_leaves(self._steps[k].replay(z))
-            if isinstance(action, Keep):
-                states[action.at] = self._store.keep(z)
-                continue
-            graphs: list[tuple[State, Traced | None]] = []
-            for k in range(action.at, action.end - 1):
-                traced = self._steps[k].trace(z)
-                graphs.append((traced.at, traced))
-                z = as_leaves(traced.to)
-                del traced
-            graphs.append((z, None))  # the last one is pulled through as it is run again
-            for k in reversed(range(max(action.at, self._first), action.end)):
-                yield self._steps[k], *graphs.pop()
-            if action.begin == action.at and action.begin not in self._saved:
-                if spent is not None:
-                    self._store.drop(spent)
-                spent = states.pop(action.begin)  # where the step before should end: still to be compared with it
+        between: dict[int, State] = {}  # states between those that are saved, for as long as they are needed
+        gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved ones that could be dropped
+        last = -1  # the state that was gone over last: the step before should end there, and is to be compared with it
+
+        def make_room(graphs: int, states: int) -> None:
+            while not self._fits(graphs, len(self._saved) + len(between) - (last >= 0) + states) and gone:
+                self._drop([gone.pop(0)])
+
+        try:
+            for action in self._schedule(end):
+                begin, at = action.begin, action.at
+                z = as_leaves(self._store.fetch(between[begin] if begin in between else self._saved[begin]))
+                for k in range(begin, at):
+                    z = as_leaves(self._steps[k].replay(z))
+                if isinstance(action, Keep):
+                    make_room(1, 1)
+                    between[at] = self._store.keep(z)
+                    continue
+                make_room(action.end - at, 0)
+                graphs: list[tuple[State, Traced | None]] = []
+                for k in range(at, action.end - 1):
+                    traced = self._steps[k].trace(z)
+                    graphs.append((traced.at, traced))
+                    z = as_leaves(traced.to)
+                    del traced
+                graphs.append((z, None))  # the last one is pulled through as it is run again
+                del z
+                for k in reversed(range(max(at, self._first), action.end)):
+                    yield self._steps[k], *graphs.pop()
+                if begin == at:
+                    if last in between:
+                        self._store.drop(between.pop(last))
+                    elif last in self._saved:
+                        gone.append(last)
+                    last = begin
+        finally:
+            for state in between.values():
+                self._store.drop(state)
 
     def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)

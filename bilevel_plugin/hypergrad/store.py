@@ -19,21 +19,36 @@ _BUFFER = 32 * 2**20  # bytes that a buffer has at the most, unless a single row
 class Store:
     """Copies of states in a buffer of some rows, then in further ones of an eighth of all rows so far.
 
-    A row is used again once its state was dropped. With `offload` the rows are in (pinned) host memory.
+    A row is used again once its state was dropped, and no more than `most` rows are bought while one of them is free.
+    With `offload` the rows are in (pinned) host memory.
     """
 
     def __init__(self, rows: int = 4, offload: bool = False) -> None:
         self._least, self._offload = rows, offload
-        self._count = 0
+        self.most: int | None = None
+        self._buffers: list[tuple[tuple[str, ...], list[State]]] = []  # the names in a row, and the rows
         self._free: dict[tuple[str, ...], list[State]] = defaultdict(list)
         self._devices: dict[str, torch.device] = {}
 
+    @property
+    def _count(self) -> int:
+        return sum(len(rows) for _, rows in self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, free ones as well."""
+        return sum(x.nbytes for _, rows in self._buffers for row in rows for x in row.values())
+
     def keep(self, z: State) -> State:
         """A copy of z. With offload, `fetch` brings it back."""
-        free = self._free[tuple(z)]  # tensors keep shape and type from step to step; momentum adds some
+        names = tuple(sorted(z))  # tensors keep shape and type from step to step; momentum adds some
+        free = self._free[names]
         if not free:
-            free += self._rows(z, max(self._least, self._count // 8))
-            self._count += len(free)
+            self._devices.update((n, x.device) for n, x in z.items())
+            if self.most is not None and self._count >= self.most:
+                self.shrink(self.most)  # of rows that have other names
+            wanted = max(self._least, self._count // 8)
+            free += self._buy(names, z, wanted if self.most is None else max(1, min(wanted, self.most - self._count)))
         kept = free.pop()
         with torch.no_grad():
             for n, x in z.items():
@@ -53,14 +68,44 @@ class Store:
 
     def drop(self, kept: State) -> None:
         """Forget a state that `keep` returned."""
-        self._free[tuple(kept)].append(kept)
+        self._free[tuple(sorted(kept))].append(kept)
 
-    def _rows(self, z: State, rows: int) -> list[State]:
-        self._devices.update((n, x.device) for n, x in z.items())
+    def shrink(self, most: int) -> None:
+        """Let go of buffers until no more than `most` rows are left, or none is free enough.
+
+        States that live in a buffer move to free rows of others; whoever holds what `keep` returned holds them still.
+        """
+        self.most = most
+        for buffer in sorted(self._buffers, key=lambda b: len(b[1])):
+            names, rows = buffer
+            if self._count <= most:
+                return
+            free = self._free[names]
+            inside = {id(row) for row in free} & {id(row) for row in rows}
+            elsewhere = [row for row in free if id(row) not in inside]
+            living = [row for row in rows if id(row) not in inside]
+            missing = len(living) - len(elsewhere)
+            if missing >= len(rows):
+                continue
+            self._buffers = [b for b in self._buffers if b is not buffer]
+            if missing > 0:
+                elsewhere += self._buy(names, living[0], missing)
+            for row in living:
+                to = elsewhere.pop()
+                with torch.no_grad():
+                    for n, x in row.items():
+                        to[n].copy_(x)
+                row.update(to)
+                home = next(others for _, others in self._buffers if any(other is to for other in others))
+                home[next(i for i, other in enumerate(home) if other is to)] = row
+            self._free[names] = elsewhere
+
+    def _buy(self, names: tuple[str, ...], z: State, rows: int) -> list[State]:
         homes = {
-            n: torch.device("cpu") if self._offload and x.device.type != "meta" else x.device for n, x in z.items()
+            n: torch.device("cpu") if self._offload and x.type != "meta" else x
+            for n, x in ((n, self._devices[n]) for n in z)
         }
-        pin = any(homes[n] != x.device for n, x in z.items())
+        pin = any(home != self._devices[n] for n, home in homes.items())
         total = sum(x.nbytes for x in z.values())
         rows = max(1, min(rows, _BUFFER // max(total, 1)))
         sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
@@ -70,13 +115,15 @@ class Store:
             places[n] = sizes[group]
             sizes[group] += x.numel()
         buffers = {(t, d): torch.empty(rows, size, dtype=t, device=d, pin_memory=pin) for (t, d), size in sizes.items()}
-        return [
+        bought = [
             {
                 n: buffers[x.dtype, homes[n]].as_strided(x.shape, _strides(x), i * sizes[x.dtype, homes[n]] + places[n])
                 for n, x in z.items()
             }
             for i in range(rows)
         ]
+        self._buffers.append((names, bought))
+        return list(bought)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
