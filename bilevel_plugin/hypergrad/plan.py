@@ -183,9 +183,12 @@ class Budget:
     def fits(self, graphs: int, states: int) -> bool:
         return graphs <= self.graphs(states)
 
-    def room(self, steps: int, held: int) -> tuple[int, int]:
-        """The split of what is left between graphs and states that costs least."""
-        most = max(1, min(steps, self.graphs(held)))
+    def room(self, steps: int, held: int, bought: int = 0) -> tuple[int, int]:
+        """The split of what is left between graphs and states that costs least.
+
+        Memory that was bought for states takes no graphs, though fewer are held by now.
+        """
+        most = max(1, min(steps, self.graphs(max(held, bought))))
 
         def slots(graphs: int) -> int:
             return max(0, self.states(graphs) - held)

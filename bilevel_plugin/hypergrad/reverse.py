@@ -152,7 +152,7 @@ class _ReverseTape(Tape):
         """How many states may be held in a loop of so many steps; None if there is no bound."""
         if self._options.checkpoint == "sqrt":
             return states_for_sqrt(steps)
-        return max(2, self._budget.states(max(self._at_once, len(self._graphs)))) if self._budget else None
+        return max(2, self._budget.states(self._at_once)) if self._budget else None
 
     def _admit(self, k: int, keep: Callable[[], State], end: int) -> None:
         """Keep the state of step k, the latest one of them, and drop the one that is missed least if it takes that."""
@@ -228,16 +228,21 @@ class _ReverseTape(Tape):
         """Graphs give way to states, oldest first; when none is left, a state goes for each that comes."""
         budget = self._budget
         assert budget is not None
+        self._store.most = len(self._saved) + 1  # a row at a time, as long as graphs have to make room for them
         while self._graphs and not budget.fits(len(self._graphs), len(self._saved)):
             k, traced = self._graphs.popleft()
-            self._takes_graphs = bool(self._graphs)
-            self._admit(k, lambda at=traced.at: self._store.keep(at), self._count + 1)
+            if self._graphs:
+                self._saved[k] = self._store.keep(traced.at)
+            else:
+                self._takes_graphs = False
+                self._admit(k, lambda at=traced.at: self._store.keep(at), self._count + 1)
             del traced
-        saved, end = sorted(self._saved), self._count + 1
-        most = self._most_states(end) or 0
-        while len(saved) > most:
-            self._drop([saved.pop(least_missed(gaps_between(saved, end), most, self._at_once))])
-        self._store.shrink(most + 1)
+        if not self._graphs:
+            saved, end = sorted(self._saved), self._count + 1
+            most = self._most_states(end) or 0
+            while len(saved) > most:
+                self._drop([saved.pop(least_missed(gaps_between(saved, end), most, self._at_once))])
+            self._store.shrink(most + 1)
 
     def _drop(self, steps: list[int]) -> None:
         for j in steps:
@@ -245,7 +250,7 @@ class _ReverseTape(Tape):
 
     def _room(self, steps: int, held: int) -> tuple[int, int]:
         if self._budget is not None:
-            return self._budget.room(steps, held)
+            return self._budget.room(steps, held, self._store.rows - 1)
         most = self._most_states(self._count)
         return 1, steps if most is None else max(0, most - held)
 
@@ -289,10 +294,6 @@ class _ReverseTape(Tape):
         gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved ones that could be dropped
         last = -1  # the state that was gone over last: the step before should end there, and is to be compared with it
 
-        def make_room(graphs: int, states: int) -> None:
-            while not self._fits(graphs, len(self._saved) + len(between) - (last >= 0) + states) and gone:
-                self._drop([gone.pop(0)])
-
         try:
             for action in self._schedule(end):
                 begin, at = action.begin, action.at
@@ -300,10 +301,10 @@ class _ReverseTape(Tape):
                 for k in range(begin, at):
                     z = as_leaves(self._steps[k].replay(z))
                 if isinstance(action, Keep):
-                    make_room(1, 1)
+                    while gone and not self._fits(1, len(self._saved) + len(between) - (last >= 0) + 1):
+                        self._drop([gone.pop(0)])
                     between[at] = self._store.keep(z)
                     continue
-                make_room(action.end - at, 0)
                 graphs: list[tuple[State, Traced | None]] = []
                 for k in range(at, action.end - 1):
                     traced = self._steps[k].trace(z)

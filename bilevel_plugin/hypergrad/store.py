@@ -31,7 +31,8 @@ class Store:
         self._devices: dict[str, torch.device] = {}
 
     @property
-    def _count(self) -> int:
+    def rows(self) -> int:
+        """How many rows were bought, free ones as well."""
         return sum(len(rows) for _, rows in self._buffers)
 
     @property
@@ -45,10 +46,10 @@ class Store:
         free = self._free[names]
         if not free:
             self._devices.update((n, x.device) for n, x in z.items())
-            if self.most is not None and self._count >= self.most:
+            if self.most is not None and self.rows >= self.most:
                 self.shrink(self.most)  # of rows that have other names
-            wanted = max(self._least, self._count // 8)
-            free += self._buy(names, z, wanted if self.most is None else max(1, min(wanted, self.most - self._count)))
+            wanted = max(self._least, self.rows // 8)
+            free += self._buy(names, z, wanted if self.most is None else max(1, min(wanted, self.most - self.rows)))
         kept = free.pop()
         with torch.no_grad():
             for n, x in z.items():
@@ -78,7 +79,7 @@ class Store:
         self.most = most
         for buffer in sorted(self._buffers, key=lambda b: len(b[1])):
             names, rows = buffer
-            if self._count <= most:
+            if self.rows <= most:
                 return
             free = self._free[names]
             inside = {id(row) for row in free} & {id(row) for row in rows}
