@@ -89,7 +89,7 @@ ENGINES: dict[str, Any] = {
     "reverse": bilevel.Reverse(),
     "reverse sqrt": bilevel.Reverse("sqrt"),
     "reverse memory=auto": bilevel.Reverse(memory="auto"),
-    "reverse offload": bilevel.Reverse(offload=True),
+    "reverse offload": bilevel.Reverse(store="host"),
     "unroll": bilevel.Unroll(),
     "forward": bilevel.Forward(),
 }
@@ -304,7 +304,7 @@ def synchronisation(device: str) -> Iterator[Row]:
 RUNNERS = {
     **{name: BY_NAME[name].build for name in ("autograd create_graph", "ours: unroll", "ours: reverse")},
     **{name: BY_NAME[name].build for name in ("ours: reverse memory=auto", "ours: reverse checkpoint=sqrt")},
-    "ours: reverse offload": ours(lambda p: bilevel.Reverse(offload=True)),
+    "ours: reverse offload": ours(lambda p: bilevel.Reverse(store="host")),
     "ours: reverse compile": BY_NAME["ours: reverse compile"].build,
     "higher": BY_NAME["higher"].build,
 }

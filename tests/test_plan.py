@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -379,6 +382,81 @@ def test_too_little_memory_is_an_error_that_says_how_much_it_takes() -> None:
         loop.step(*batch, outer=batch)
 
 
+def hypergrad(engine: bilevel.Reverse, steps: int = 23, **options: object) -> tuple[Tensor, bilevel.Loop]:
+    model, lam, batch, inner = problem()
+    if "momentum" in options:
+        options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), "lr": None}
+    with inner(engine=engine, **options) as loop:
+        loop.run(steps, *batch, outer=batch)
+        plan = loop.plan
+        return loop.hypergrad(lam), plan
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=["plain", "momentum"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"checkpoint": 4}, {"checkpoint": "sqrt"}, {"truncate": 5}, {"memory": "60kB"}, {"memory": "1GB"}],
+    ids=str,
+)
+def test_a_folder_changes_no_bit_and_is_empty_afterwards(
+    tmp_path: Path, more: dict[str, object], options: dict[str, object]
+) -> None:
+    more = {**more, **({"memory": "75kB"} if options and more.get("memory") == "60kB" else {})}
+    found, plan = hypergrad(bilevel.Reverse(store=tmp_path, **more), **options)
+    assert torch.equal(
+        found, hypergrad(bilevel.Reverse(**{n: x for n, x in more.items() if n != "memory"}), **options)[0]
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert plan.graphs == 0
+    if "memory" not in more:
+        assert plan.folder.states == plan.states
+    elif more["memory"] == "1GB":
+        assert (plan.folder.states, plan.states) == (0, 23)
+    else:
+        assert 0 < plan.folder.states < plan.states == 23
+        assert f"{plan.folder.states} of them" in str(plan)
+        assert "will be run again" in str(plan)
+    assert (plan.folder.seconds > 0) == (plan.folder.states > 0)
+    assert 0 < plan.seconds < 1
+    assert plan.reruns == hypergrad(bilevel.Reverse(**{n: x for n, x in more.items() if n != "memory"}))[1].reruns
+
+
+def test_memory_is_flat_with_a_folder(tmp_path: Path) -> None:
+    """Bytes of tensors by the profiler, at K = 10 and 60: the file has the iterates, and memory none of them."""
+    torch.manual_seed(0)
+    model, lam = nn.Linear(200, 100), torch.zeros(5, requires_grad=True)
+    h, g = weighted(lam)
+    batch, state = (torch.randn(5, 200), torch.randint(3, (5,))), sum(p.nbytes for p in model.parameters())
+
+    def run(steps: int, engine: bilevel.Reverse) -> None:
+        with bilevel.inner(model, h, g, lr=0.1, engine=engine, check=False) as loop:
+            loop.run(steps, *batch, outer=batch)
+            loop.hypergrad(lam)
+
+    few, many = (live(lambda n=n: run(n, bilevel.Reverse(store=tmp_path))) for n in (10, 60))
+    assert many - few < 0.5 * state
+    assert live(lambda: run(60, bilevel.Reverse())) > 45 * state + many
+    budget = 30 * state
+    assert live(lambda: run(60, bilevel.Reverse(store=tmp_path, memory=budget))) < 1.01 * budget
+
+
+def test_a_folder_that_can_not_be_used_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="'device', 'host' or a folder"):
+        bilevel.Reverse(store="disk")
+    with pytest.raises(FileNotFoundError, match=r"bilevel.Reverse: store='.*missing' can't be written to"):
+        hypergrad(bilevel.Reverse(store=f"{tmp_path}/missing"))
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="can't be written to"):
+        hypergrad(bilevel.Reverse(store=tmp_path / "file"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(
+        OSError, match=r"has 1000 bytes left, and the next state takes \d+; \d states are there"
+    ) as error:
+        hypergrad(bilevel.Reverse(store=tmp_path), momentum=0.9)
+    assert error.value.errno == errno.ENOSPC
+
+
 def test_offload_is_nothing_on_the_cpu() -> None:
     _, lam, batch, inner = problem()
 
@@ -387,4 +465,4 @@ def test_offload_is_nothing_on_the_cpu() -> None:
             loop.run(7, *batch, outer=batch)
             return loop.hypergrad(lam)
 
-    assert torch.equal(run(bilevel.Reverse(offload=True)), run(bilevel.Reverse()))
+    assert torch.equal(run(bilevel.Reverse(store="host")), run(bilevel.Reverse()))

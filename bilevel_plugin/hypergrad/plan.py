@@ -161,6 +161,7 @@ class Budget:
     graph: int
     state: int
     pull: int = 0
+    whole: int = 0  # of a state, where each of several processes keeps a part
 
     def graphs(self, states: int) -> int:
         """How many graphs fit beside so many states."""
@@ -178,7 +179,8 @@ class Budget:
         Where no graphs are kept, eight states are w_0 and z_K, which the loop holds, two adjoints, the state that was
         gone over last, and those that come and go as a step is run again.
         """
-        return self.pull + 8 * self.state if self.pull else 2 * self.graph + 4 * self.state
+        whole = self.whole or self.state
+        return self.pull + 8 * whole if self.pull else 2 * self.graph + 4 * whole
 
     def fits(self, graphs: int, states: int) -> bool:
         return graphs <= self.graphs(states)
@@ -219,20 +221,40 @@ def _powers(most: int) -> set[int]:
     return {most, *(2**i for i in range(most.bit_length()))}
 
 
+class Folder(NamedTuple):
+    """The states that are in a file."""
+
+    path: str
+    states: int
+    nbytes: int
+    seconds: float  # that writing one has taken, on the average
+
+
 class Plan(NamedTuple):
-    """What a reverse sweep would work from now. Bytes are 0 if they were not asked for (no memory=)."""
+    """What a reverse sweep would work from now. Bytes are 0 if they were not asked for (no memory=).
+
+    With a folder, `folder` says how many of the states are in it, and `seconds` what a step has taken on the average.
+    """
 
     steps: int
     graphs: int  # kept, of the last steps
-    states: int  # kept, of the steps before them
+    states: int  # kept, of the steps before them, wherever they are
     reruns: int  # steps that will be run again
     memory: int  # bytes that were allowed
-    graph: int  # bytes of a step's graph
+    graph: int  # bytes of a step's graph, or those that going back over a step takes where graphs are not kept
     state: int  # bytes of a state
+    folder: Folder | None = None
+    seconds: float = 0.0
 
     def __str__(self) -> str:
-        held = self.graphs * self.graph + self.states * self.state
+        there = self.folder.states if self.folder else 0
+        held = self.graphs * self.graph + (self.states - there) * self.state
         size = f" about {held / 1e6:.1f} of {self.memory / 1e6:.1f} MB;" if self.memory else ""
+        if self.folder is not None:
+            size += (
+                f" {there} of them ({self.folder.nbytes / 1e6:.1f} MB) in {self.folder.path}, where writing one takes "
+                f"{1e3 * self.folder.seconds:.2f} ms and a step {1e3 * self.seconds:.2f};"
+            )
         return (
             f"{self.steps} steps: {self.graphs} graphs and {self.states} states are kept,{size} "
             f"{self.reruns} steps will be run again"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..binding import Binding
 from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite, peak_bytes
 from ..kernels import full_precision
 from ..pullback import PULLBACKS, Pull
@@ -19,6 +22,7 @@ from ..updates import SUM
 from .base import End, Engine, Tape, refuse_create_graph
 from .plan import (
     Budget,
+    Folder,
     Keep,
     Plan,
     Sweep,
@@ -29,7 +33,11 @@ from .plan import (
     schedule,
     states_for_sqrt,
 )
-from .store import Store
+from .store import Kept, Store
+
+
+def _is_path(place: str) -> bool:
+    return os.sep in place or bool(os.altsep and os.altsep in place)
 
 
 @dataclass(frozen=True)
@@ -46,8 +54,12 @@ class Reverse(Engine):
 
     `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" holds 1.6·√K iterates
     at any time, and runs each step once more on the average. `truncate=m` goes back over the last m steps only: a
-    biased gradient for the memory and time of m steps (Shaban et al. 2019). `offload` keeps iterates in host memory
-    (pinned, copied without waiting), if the model is on an accelerator.
+    biased gradient for the memory and time of m steps (Shaban et al. 2019).
+
+    `store` is where iterates are kept: on the "device"; on the "host" (pinned memory, copied without waiting), if the
+    model is on an accelerator; or in a folder (a path with a separator, or a `pathlib.Path`), in a file that is gone
+    when the block or the process ends. With a folder, `memory` holds as many iterates as fit, the others are in the
+    file, and no graphs are kept. With `group=`, each of N ranks keeps 1/N of every iterate.
 
     `compile` runs step and pullback under torch.compile, from the second step on; what can't be compiled runs
     eagerly, with a warning that says why. Compiling takes its time once, for a model and its losses.
@@ -56,7 +68,7 @@ class Reverse(Engine):
     checkpoint: int | Literal["sqrt"] = 1
     truncate: int | None = None
     memory: int | str | None = None
-    offload: bool = False
+    store: str | os.PathLike[str] = "device"
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +77,11 @@ class Reverse(Engine):
             raise ValueError(f"bilevel.Reverse: checkpoint must be 'sqrt' or at least 1, got {self.checkpoint!r}.")
         if self.truncate is not None and self.truncate < 1:
             raise ValueError(f"bilevel.Reverse: truncate must be at least 1, got {self.truncate}.")
+        if isinstance(self.store, str) and self.store not in ("device", "host") and not _is_path(self.store):
+            raise ValueError(
+                "bilevel.Reverse: store must be 'device', 'host' or a folder, as a path with a separator (like "
+                f"'./states') or as a pathlib.Path, got {self.store!r}."
+            )
         if self.memory is not None:
             parse(self.memory)
             if self.checkpoint != 1:
@@ -72,7 +89,12 @@ class Reverse(Engine):
 
     @property
     def keeps_graphs(self) -> bool:
-        return self.memory is not None and not self.compile
+        return self.memory is not None and not self.compile and not self.has_folder
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether iterates go to a file."""
+        return self.store not in ("device", "host")
 
     @property
     def refuses_group(self) -> str:
@@ -92,9 +114,11 @@ class _ReverseTape(Tape):
 
             self._compiler, self._pull = compiled.Compiler(), compiled.pull
         self._steps: dict[int, RecordedStep] = {}
-        self._store = Store(offload=options.offload)
+        self._store = Store(place=options.store)
         self._store.most = None if options.memory is None else 1  # until it is known how many rows there is room for
-        self._saved: dict[int, State] = {}
+        self._binding: Binding | None = None
+        self._seconds = 0.0  # that the steps have taken
+        self._saved: dict[int, Kept] = {}
         self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
         self._takes_graphs = options.keeps_graphs  # until a state has to be dropped
         self._at_once = 1  # how many graphs the sweep is to have room for
@@ -116,7 +140,7 @@ class _ReverseTape(Tape):
         return 0 if m is None or m >= len(self._begins) else self._begins[-m]
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        k = self._count
+        k, self._binding = self._count, step.step.binding
         if k in self._saved:  # of a step that failed
             self._forget(k)
         if self._takes_graphs:
@@ -127,7 +151,9 @@ class _ReverseTape(Tape):
             moved.to = as_leaves(moved.to)
         else:
             self._admit(k, lambda: self._kept(step, z), k + 1)
+            started = time.perf_counter()
             moved = step.take(z, monitor)
+            self._seconds += time.perf_counter() - started
             if self._options.memory is not None and self._weigh(step, z, moved):
                 self._fit()
         self._last = moved.to
@@ -152,9 +178,11 @@ class _ReverseTape(Tape):
         """How many states may be held in a loop of so many steps; None if there is no bound."""
         if self._options.checkpoint == "sqrt":
             return states_for_sqrt(steps)
-        return max(2, self._budget.states(self._at_once)) if self._budget else None
+        if self._budget is None or self._options.has_folder:
+            return None
+        return max(2, self._budget.states(self._at_once))
 
-    def _admit(self, k: int, keep: Callable[[], State], end: int) -> None:
+    def _admit(self, k: int, keep: Callable[[], Kept], end: int) -> None:
         """Keep the state of step k, the latest one of them, and drop the one that is missed least if it takes that."""
         c = self._options.checkpoint
         if isinstance(c, int) and k % c and self._saved:
@@ -164,7 +192,8 @@ class _ReverseTape(Tape):
             if self._budget is not None and len(saved) >= most:
                 self._at_once = self._budget.graphs_at_once(end, self._at_once)
                 most = self._most_states(end) or most
-            self._store.most = most + 1  # one more in the sweep, for the end of a step to be compared with
+            if not self._options.has_folder:
+                self._store.most = most + 1  # one more in the sweep, for the end of a step to be compared with
             while saved and len(saved) >= most:
                 i = least_missed(gaps_between([*saved, k], end), most, self._at_once)
                 if i == len(saved):
@@ -172,32 +201,47 @@ class _ReverseTape(Tape):
                 self._drop([saved.pop(i)])
         self._saved[k] = keep()
 
-    def _kept(self, step: RecordedStep, z: State) -> State:
+    @property
+    def _shares(self) -> bool:
+        """Whether states share rows: where all of them are kept, each as a whole, and in memory."""
+        options, binding = self._options, self._binding
+        alone = options.checkpoint == 1 and options.truncate is None and options.memory is None
+        return alone and not options.has_folder and binding is not None and not binding.shards
+
+    def _kept(self, step: RecordedStep, z: State) -> Kept:
         """A copy of z. Where all states are kept, what accumulating steps leave alone is kept once.
 
         Such a step moves no weight, and its derivative does not read the sum that it adds to.
         """
-        options, before = self._options, self._steps.get(self._count - 1)
-        if options.checkpoint != 1 or options.truncate is not None or options.memory is not None:
-            return self._store.keep(z)
+        before, binding = self._steps.get(self._count - 1), step.step.binding
+        if not self._shares:
+            return self._keep(z)
         rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
-        shared = self._saved[self._count - 1] if before is not None and before.accumulates else {}
-        new = {n: x for n, x in rest.items() if n not in shared or n.endswith(SUM) or n in step.step.binding.moving}
-        return {**{n: x for n, x in shared.items() if n in rest}, **self._store.keep(new)} if new else dict(shared)
+        shared: State = {}
+        if before is not None and before.accumulates and isinstance(last := self._saved[self._count - 1], dict):
+            shared = last
+        new = {n: x for n, x in rest.items() if n not in shared or n.endswith(SUM) or n in binding.moving}
+        return (
+            {**{n: x for n, x in shared.items() if n in rest}, **self._store.keep_in_memory(new)}
+            if new
+            else dict(shared)
+        )
 
     def _forget(self, k: int) -> None:
-        before, options = self._steps.get(k - 1), self._options
-        shared = options.checkpoint == 1 and options.truncate is None and options.memory is None
-        if not shared or before is None or not before.accumulates:  # else its rows are another's as well
-            self._drop([k])
+        before = self._steps.get(k - 1)
+        if before is None or not before.accumulates or not self._shares:
+            self._drop([k])  # else its rows are another's as well
 
     def _weigh(self, step: RecordedStep, z: State, moved: Moved) -> bool:
         """Whether what fits has changed: steps of other losses or batches weigh otherwise, and the heaviest counts."""
         binding, old = step.step.binding, self._budget
-        state = max(sum(x.nbytes for x in moved.to.values()), old.state if old else 0)
+        whole, state = sum(x.nbytes for x in moved.to.values()), old.state if old else 0
+        if old is None or whole > old.whole:
+            state = sum(x.nbytes for x in binding.shard(moved.to).values())
+        whole = max(whole, old.whole if old else 0)
         unknown = step.kind not in self._weighed
         if unknown and self._takes_graphs:
-            self._weighed[step.kind] = state + graph_bytes(moved.to, moved.at, step.tensors())
+            self._weighed[step.kind] = whole + graph_bytes(moved.to, moved.at, step.tensors())
             unknown = False
         memory = old.memory if old else parse(self._options.memory or "auto")
         if memory is None:
@@ -205,20 +249,20 @@ class _ReverseTape(Tape):
         one_plan = binding.largest_on_any_rank  # on every rank
         heaviest, least, unknown = one_plan(max(self._weighed.values(), default=0), -memory, int(unknown))
         if unknown:  # on some rank; it takes all of them to run a step again
-            self._weighed[step.kind] = self._weighed_again(step, z, moved, state)
+            self._weighed[step.kind] = self._weighed_again(step, z, moved, whole)
             (heaviest,) = one_plan(max(self._weighed.values()))
         if old is not None and (heaviest, state) == (old.graph, old.state):
             return False
-        self._budget = Budget(-least, heaviest, state, pull=0 if self._options.keeps_graphs else heaviest)
+        self._budget = Budget(-least, heaviest, state, 0 if self._options.keeps_graphs else heaviest, whole)
         self._budget.check()
         return True
 
-    def _weighed_again(self, step: RecordedStep, z: State, moved: Moved, state: int) -> int:
+    def _weighed_again(self, step: RecordedStep, z: State, moved: Moved, whole: int) -> int:
         """The bytes of the step's graph, or those that going back over it takes where graphs are not kept."""
         with torch.enable_grad(), full_precision():
             if self._options.keeps_graphs:
                 traced = step.trace(z)
-                return state + graph_bytes(traced.to, traced.at, step.tensors())
+                return whole + graph_bytes(traced.to, traced.at, step.tensors())
             pull = self._pull if self._compiler is None else PULLBACKS["lean"]  # compiled code can't be watched
             statistics = step.step.binding.statistics
             a = {n: x.detach() for n, x in moved.to.items() if x.is_floating_point() and n not in statistics}
@@ -232,30 +276,41 @@ class _ReverseTape(Tape):
         while self._graphs and not budget.fits(len(self._graphs), len(self._saved)):
             k, traced = self._graphs.popleft()
             if self._graphs:
-                self._saved[k] = self._store.keep(traced.at)
+                self._saved[k] = self._keep(traced.at)
             else:
                 self._takes_graphs = False
-                self._admit(k, lambda at=traced.at: self._store.keep(at), self._count + 1)
+                self._admit(k, lambda at=traced.at: self._keep(at), self._count + 1)
             del traced
-        if not self._graphs:
+        if self._options.has_folder:
+            self._store.most = max(0, budget.states(1))
+        elif not self._graphs:
             saved, end = sorted(self._saved), self._count + 1
             most = self._most_states(end) or 0
             while len(saved) > most:
                 self._drop([saved.pop(least_missed(gaps_between(saved, end), most, self._at_once))])
             self._store.shrink(most + 1)
 
+    def _keep(self, z: State) -> Kept:
+        """A copy of what this process keeps of z."""
+        assert self._binding is not None
+        return self._store.keep(self._binding.shard(z))
+
+    def _fetch(self, kept: Kept) -> State:
+        assert self._binding is not None
+        return self._binding.unshard(self._store.fetch(kept))
+
     def _drop(self, steps: list[int]) -> None:
         for j in steps:
             self._store.drop(self._saved.pop(j))
 
     def _room(self, steps: int, held: int) -> tuple[int, int]:
-        if self._budget is not None:
+        if self._budget is not None and not self._options.has_folder:
             return self._budget.room(steps, held, self._store.rows - 1)
         most = self._most_states(self._count)
         return 1, steps if most is None else max(0, most - held)
 
     def _fits(self, graphs: int, states: int) -> bool:
-        if self._budget is not None:
+        if self._budget is not None and not self._options.has_folder:
             return self._budget.fits(graphs, states)
         most = self._most_states(self._count)
         return most is None or states <= most
@@ -278,7 +333,12 @@ class _ReverseTape(Tape):
         actions = self._schedule(self._end)
         reruns = sum(a.at - a.begin if isinstance(a, Keep) else a.end - a.begin for a in actions)
         sizes = (self._budget.memory, self._budget.graph, self._budget.state) if self._budget else (0, 0, 0)
-        return Plan(self._count, len(self._graphs), len(self._saved), reruns, *sizes)
+        file = self._store.file
+        if file is None:
+            return Plan(self._count, len(self._graphs), len(self._saved), reruns, *sizes)
+        folder = Folder(file.folder, file.states, file.nbytes, file.seconds / max(1, file.written))
+        step = self._seconds / max(1, self._count)
+        return Plan(self._count, 0, len(self._saved), reruns, *sizes, folder, step)
 
     def _backwards(self) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
         """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already."""
@@ -287,23 +347,23 @@ class _ReverseTape(Tape):
             k, traced = self._graphs[i]
             if self._saved:  # their room will be needed
                 self._graphs.pop()
-                self._saved[k] = self._store.keep(traced.at)
+                self._saved[k] = self._keep(traced.at)
             yield self._steps[k], traced.at, traced
             del traced
-        between: dict[int, State] = {}  # states between those that are saved, for as long as they are needed
+        between: dict[int, Kept] = {}  # states between those that are saved, for as long as they are needed
         gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved ones that could be dropped
         last = -1  # the state that was gone over last: the step before should end there, and is to be compared with it
 
         try:
             for action in self._schedule(end):
                 begin, at = action.begin, action.at
-                z = as_leaves(self._store.fetch(between[begin] if begin in between else self._saved[begin]))
+                z = as_leaves(self._fetch(between[begin] if begin in between else self._saved[begin]))
                 for k in range(begin, at):
                     z = as_leaves(self._steps[k].replay(z))
                 if isinstance(action, Keep):
                     while gone and not self._fits(1, len(self._saved) + len(between) - (last >= 0) + 1):
                         self._drop([gone.pop(0)])
-                    between[at] = self._store.keep(z)
+                    between[at] = self._keep(z)
                     continue
                 graphs: list[tuple[State, Traced | None]] = []
                 for k in range(at, action.end - 1):
