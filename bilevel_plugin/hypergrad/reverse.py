@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections import deque
@@ -13,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ..binding import Binding
-from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite, peak_bytes
+from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite, peak_bytes, tensors_of
 from ..kernels import full_precision
 from ..pullback import PULLBACKS, Pull
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
 from ..updates import SUM
 from .base import End, Engine, Tape, refuse_create_graph
+from .journal import Journal, Position, checksum
 from .plan import (
     Budget,
     Folder,
@@ -61,6 +63,11 @@ class Reverse(Engine):
     when the block or the process ends. With a folder, `memory` holds as many iterates as fit, the others are in the
     file, and no graphs are kept. With `group=`, each of N ranks keeps 1/N of every iterate.
 
+    `resume`, with a folder: every so many seconds (`every`) the position of the sweep, the adjoint and the sums so far
+    are written into it. If the process is killed and the same script run again, the steps are taken again, and the
+    sweep goes on from there, bit for bit, if it is the same one (the weights that the steps lead to are compared, and
+    more). The inputs have to be named, and no batch may require grad.
+
     `compile` runs step and pullback under torch.compile, from the second step on; what can't be compiled runs
     eagerly, with a warning that says why. Compiling takes its time once, for a model and its losses.
     """
@@ -70,6 +77,8 @@ class Reverse(Engine):
     memory: int | str | None = None
     store: str | os.PathLike[str] = "device"
     compile: bool = False
+    resume: bool = False
+    every: float = 60.0
 
     def __post_init__(self) -> None:
         wrong = self.checkpoint != "sqrt" if isinstance(self.checkpoint, str) else self.checkpoint < 1
@@ -82,6 +91,12 @@ class Reverse(Engine):
                 "bilevel.Reverse: store must be 'device', 'host' or a folder, as a path with a separator (like "
                 f"'./states') or as a pathlib.Path, got {self.store!r}."
             )
+        if self.resume and not self.has_folder:
+            raise ValueError(
+                "bilevel.Reverse: resume=True writes how far the sweep has come into a folder: name one by store=."
+            )
+        if not self.every >= 0:
+            raise ValueError(f"bilevel.Reverse: every must be a number of seconds, at least 0, got {self.every}.")
         if self.memory is not None:
             parse(self.memory)
             if self.checkpoint != 1:
@@ -98,6 +113,8 @@ class Reverse(Engine):
 
     @property
     def refuses_group(self) -> str:
+        if self.resume:
+            return "a sweep that is resumed is not tried with a group: leave out resume="
         return "compiled steps are not tried with a group: leave out compile=" if self.compile else ""
 
     def tape(self) -> Tape:
@@ -340,9 +357,12 @@ class _ReverseTape(Tape):
         step = self._seconds / max(1, self._count)
         return Plan(self._count, 0, len(self._saved), reruns, *sizes, folder, step)
 
-    def _backwards(self) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
-        """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already."""
-        end = self._end
+    def _backwards(self, left: int) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
+        """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already.
+
+        With `left`, only the first so many of the recorded steps.
+        """
+        end = min(left, self._end)
         for i in reversed(range(len(self._graphs))):
             k, traced = self._graphs[i]
             if self._saved:  # their room will be needed
@@ -388,16 +408,23 @@ class _ReverseTape(Tape):
     def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         found = Gradients()
-        *_, (_, a) = self._sweep(end, inputs, found)
+        *_, (_, a) = self._sweep(end, inputs, found, self._options.resume)
         return found, a
 
-    def _sweep(self, end: End, inputs: Sequence[Tensor] | None, found: Gradients) -> Iterator[tuple[int, State]]:
+    def _sweep(
+        self, end: End, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
+    ) -> Iterator[tuple[int, State]]:
         adjoints, kept = Store(rows=2), None
         a = end.pull(inputs, found)
         wanted = inputs if inputs is not None else self._all_leaves(end)
+        left, after, new = self._count, self._last, a
+        journal = self._journal(inputs, found, a) if resume else None
+        if journal is not None and (position := journal.read(self._last, wanted)) is not None:
+            left, a, new = position.left, position.adjoint, position.adjoint
+            found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
+            after = self._fetch(self._saved[left]) if left in self._saved else after if left == self._count else {}
         yield self._count + 1, a
-        after, new = self._last, a
-        for step, z, traced in self._backwards():
+        for step, z, traced in self._backwards(left):
             if traced is None:
                 pulled = step.pull(z, a, wanted, found, self._pull)
                 step.check_end(z, pulled.to, after)
@@ -408,7 +435,41 @@ class _ReverseTape(Tape):
             after = z
             del traced, z  # before the next step's graph is made
             a = kept = adjoints.replace(kept, new)
+            left -= 1
+            if journal is not None:
+                sums = [found.direct[id(x)][1] if id(x) in found.direct else None for x in wanted]
+                journal.write(Position(left, a, sums))
             yield step.k, a
+        if journal is not None:
+            journal.remove()
+
+    def _journal(self, inputs: Sequence[Tensor] | None, found: Gradients, a: State) -> Journal:
+        """The journal of this sweep, which only fits a sweep with the same numbers in it."""
+        if inputs is None:
+            raise ValueError(
+                "bilevel.Reverse: resume=True keeps sums for inputs that are named. Call loop.backward(inputs) or "
+                "loop.hypergrad(inputs)."
+            )
+        if found.cut or any(step.cut for step in self._steps.values()):
+            raise ValueError(
+                "bilevel.Reverse: resume=True, and a tensor of a batch requires grad: the graph behind it would be "
+                "another one when the script is run again. Compute it inside h (or g), or set resume=False."
+            )
+        first = self._steps[min(self._steps)] if self._steps else None
+        batch = tensors_of([t.batch for t in first.step.terms]) if first is not None else []
+        options = dataclasses.replace(self._options, store="device", resume=False, every=0.0)
+        about = {
+            "the options": repr(options),
+            "the version of torch": str(torch.__version__),
+            "the number of steps": str(self._count),
+            "the shapes of the weights": str({n: tuple(x.shape) for n, x in self._last.items()}),
+            "the shapes of the inputs": str([tuple(x.shape) for x in inputs]),
+            "the numbers of the inputs": checksum(inputs),
+            "the first batch": checksum(batch),
+            "the weights after the last step": checksum(self._last.values()),
+            "the outer loss": checksum([*a.values(), *found.values()]),
+        }
+        return Journal(self._options.store, about, self._options.every)
 
     def _all_leaves(self, end: End) -> list[Tensor]:
         """Every outer variable that any step has seen: one whose requires_grad was set late was there before."""

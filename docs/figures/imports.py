@@ -15,7 +15,7 @@ ORDER = (  # a file imports what stands before it
     "schedules", "graph", "kernels", "solvers", "optimizers", "updates", "binding", "tasks", "parallel", "step",
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/compiled", "pullback/__init__",
     "replay",
-    "hypergrad/store", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
+    "hypergrad/store", "hypergrad/journal", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
     "hypergrad/implicit", "hypergrad/reverse", "hypergrad/__init__",
     "sentinel", "loop", "inner", "check", "__init__",
 )  # fmt: skip
