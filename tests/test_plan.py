@@ -6,10 +6,13 @@ import errno
 import functools
 import itertools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import weighted
@@ -421,6 +424,52 @@ def test_a_folder_changes_no_bit_and_is_empty_afterwards(
     assert plan.reruns == hypergrad(bilevel.Reverse(**{n: x for n, x in more.items() if n != "memory"}))[1].reruns
 
 
+def test_states_move_to_the_folder_when_a_heavier_step_comes(tmp_path: Path) -> None:
+    """A batch of 4 samples, for which all states fit beside a step, then one of 40."""
+    _, lam, (x, y), inner = problem()
+    h, g = weighted(lam)
+    few = lambda model, *batch: h(model, x[:4].repeat(10, 1), y[:4].repeat(10)) + 0 * sum(b.sum() for b in batch)
+    found: list[Tensor] = []
+    for options in ({"memory": 236_000, "store": tmp_path}, {}):
+        with bilevel.inner(inner.args[0], few, g, solver="gd", lr=0.3, engine=bilevel.Reverse(**options)) as loop:
+            loop.run(30, x[:4], y[:4], outer=(x, y))
+            before = loop.plan
+            loop.step(x.repeat(9, 1), y.repeat(9), h=h_of_many(lam))
+            after = loop.plan
+            if options:
+                assert before.folder.states < after.folder.states < 31
+                assert loop._tape._store.rows == after.states - after.folder.states
+            found.append(loop.hypergrad(lam))
+    assert torch.equal(*found)
+
+
+def h_of_many(lam: Tensor) -> Callable[..., Tensor]:
+    return lambda model, x, y: (torch.sigmoid(lam).repeat(9) * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+
+@pytest.mark.parametrize("kind", ["tasks", "norm"])
+def test_what_a_step_takes_is_measured_whatever_the_model(tmp_path: Path, kind: str) -> None:
+    """With a task dimension, and with running statistics and random numbers: the trial leaves nothing behind."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    if kind == "norm":
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3)).double()
+    lam = torch.zeros(40, dtype=torch.float64, requires_grad=True)
+    h, g = weighted(lam)
+    batch = torch.randn(40, 6, dtype=torch.float64), torch.randint(3, (40,))
+    options: dict[str, Any] = {"tasks": 2} if kind == "tasks" else {}
+    batch = tuple(torch.stack([x, x.flip(0)]) for x in batch) if options else batch
+    found: list[Tensor] = []
+    for engine in (bilevel.Reverse(), bilevel.Reverse(store=tmp_path, memory="150kB" if options else "100kB")):
+        torch.manual_seed(1)
+        with bilevel.inner(model, h, g, lr=0.1, engine=engine, check=False, **options) as loop:
+            loop.run(60, *batch, outer=batch)
+            plan = loop.plan
+            found.append(loop.hypergrad(lam))
+    assert 0 < plan.folder.states < 60
+    assert torch.equal(*found)
+
+
 def test_memory_is_flat_with_a_folder(tmp_path: Path) -> None:
     """Bytes of tensors by the profiler, at K = 10 and 60: the file has the iterates, and memory none of them."""
     torch.manual_seed(0)
@@ -457,7 +506,7 @@ def test_a_folder_that_can_not_be_used_is_refused_by_name(tmp_path: Path, monkey
     assert error.value.errno == errno.ENOSPC
 
 
-def test_offload_is_nothing_on_the_cpu() -> None:
+def test_the_host_is_the_device_on_the_cpu() -> None:
     _, lam, batch, inner = problem()
 
     def run(engine: bilevel.Reverse) -> Tensor:

@@ -299,7 +299,10 @@ class _ReverseTape(Tape):
                 self._admit(k, lambda at=traced.at: self._keep(at), self._count + 1)
             del traced
         if self._options.has_folder:
-            self._store.most = max(0, budget.states(1))
+            most = self._store.most = max(0, budget.states(1))
+            for k in [k for k, kept in self._saved.items() if isinstance(kept, dict)][most:]:
+                self._saved[k] = self._store.move_to_file(self._saved[k])
+            self._store.shrink(most)
         elif not self._graphs:
             saved, end = sorted(self._saved), self._count + 1
             most = self._most_states(end) or 0

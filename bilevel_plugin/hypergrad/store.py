@@ -78,6 +78,14 @@ class Store:
                 kept[n].copy_(x, non_blocking=True)
         return kept
 
+    def move_to_file(self, kept: Kept) -> Kept:
+        """Give the row of a state back, which is in the file from then on."""
+        if self.file is None or isinstance(kept, Record):
+            return kept
+        moved = self.file.write(kept)
+        self.drop(kept)
+        return moved
+
     def fetch(self, kept: Kept) -> State:
         """The state that `keep` has kept, on the devices that it was on."""
         if isinstance(kept, Record):
