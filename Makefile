@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs figures release-check fuzz soak sentinel optimizers loops loop-cost attention bench bench-quick memory gpu-check clean
+.PHONY: demo test lint types docs figures release-check fuzz soak sentinel optimizers loops loop-cost attention plan bench bench-quick memory gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -78,6 +78,11 @@ loop-cost: $(VENV)/.test
 # Attention over long sequences: peak memory and time, plain and in chunks; a few minutes, 5 GB.
 attention: $(VENV)/.test
 	$(BIN)/python -m benchmarks.attention
+
+# Which states to keep if the number of steps is not known: steps run again, beside the fewest possible.
+plan: $(VENV)/.test
+	$(BIN)/python -m benchmarks.plan > docs/results/plan.md
+	cat docs/results/plan.md
 
 # Long: kill -9 at random moments, 400 damaged files of each kind, 1,000 blocks of each engine (docs/results/soak.md).
 soak: $(VENV)/.test

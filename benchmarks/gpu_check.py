@@ -1,6 +1,7 @@
 """`make gpu-check`: what could not be run without a GPU, on yours; one page of Markdown to send us.
 
-Parity with the CPU in float64, random state, offload, synchronisation, time and memory, a short run of both recipes.
+Parity with the CPU in float64, random state, states on the host, synchronisation, time and memory, a short run of
+both recipes.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ ENGINES: dict[str, Any] = {
     "reverse": bilevel.Reverse(),
     "reverse sqrt": bilevel.Reverse("sqrt"),
     "reverse memory=auto": bilevel.Reverse(memory="auto"),
-    "reverse offload": bilevel.Reverse(offload=True),
+    "reverse store=host": bilevel.Reverse(store="host"),
     "unroll": bilevel.Unroll(),
     "forward": bilevel.Forward(),
 }
@@ -201,7 +202,7 @@ def random_state(device: str) -> Iterator[Row]:
     """Dropout: a step that is run again must draw what it drew, and leave the generator where it was."""
     expected, other = (Case(DROPOUT, device, torch.float64).hypergradient(bilevel.Unroll(), seed=s) for s in (0, 1))
     yield "another seed gives another gradient", relative(other, expected) > 1e-3, f"{relative(other, expected):.1e}"
-    for name in ("reverse", "reverse sqrt", "reverse offload"):
+    for name in ("reverse", "reverse sqrt", "reverse store=host"):
         yield held(f"dropout, {name} against unroll", relative(
             Case(DROPOUT, device, torch.float64).hypergradient(ENGINES[name]), expected))  # fmt: skip
     after: list[Tensor] = []
@@ -304,7 +305,7 @@ def synchronisation(device: str) -> Iterator[Row]:
 RUNNERS = {
     **{name: BY_NAME[name].build for name in ("autograd create_graph", "ours: unroll", "ours: reverse")},
     **{name: BY_NAME[name].build for name in ("ours: reverse memory=auto", "ours: reverse checkpoint=sqrt")},
-    "ours: reverse offload": ours(lambda p: bilevel.Reverse(offload=True)),
+    "ours: reverse store=host": ours(lambda p: bilevel.Reverse(store="host")),
     "ours: reverse compile": BY_NAME["ours: reverse compile"].build,
     "higher": BY_NAME["higher"].build,
 }

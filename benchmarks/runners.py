@@ -374,6 +374,10 @@ RUNNERS = [
     Runner("ours: reverse memory=auto", "ours", ours(lambda p: bilevel.Reverse(memory="auto"))),
     Runner("ours: reverse memory=tenth", "ours", ours(lambda p: bilevel.Reverse(memory=p.tenth or "auto"))),
     Runner("ours: reverse compile", "ours", ours(lambda p: bilevel.Reverse(compile=True)), compiled=True),
+    Runner(
+        "ours: reverse compile memory=tenth", "ours",
+        ours(lambda p: bilevel.Reverse(compile=True, memory=p.tenth or "auto")), compiled=True,
+    ),
     Runner("ours: unroll", "ours", ours(lambda p: bilevel.Unroll()), large=True),
     Runner("ours: reverse tasks=N", "ours", ours(lambda p: bilevel.Reverse(), tasks=True), only="P4"),
     Runner("ours: unroll tasks=N", "ours", ours(lambda p: bilevel.Unroll(), tasks=True), only="P4"),

@@ -206,6 +206,16 @@ class Binding:
         """The largest of each number among the processes that take part."""
         return numbers
 
+    shards: bool = False  # each of several processes keeps a part of a state that all of them hold
+
+    def shard(self, z: State) -> State:
+        """What this process keeps of a state."""
+        return z
+
+    def unshard(self, kept: State) -> State:
+        """The state again, from what each process has kept of it."""
+        return kept
+
     def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Gradients for the inputs, from the parts that this process has of them."""
         return list(parts)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 State = dict[str, Tensor]
 Pairs = list[tuple[Tensor, Tensor]]  # (a tensor of the user's, the leaf that stands for it in a step)
@@ -446,6 +447,45 @@ def graph_bytes(to: State, at: State, given: Iterable[Tensor]) -> int:
             if not _is_sparse(x):
                 found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     return sum(size for where, size in found.items() if where not in aside)
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """The most bytes that the tensors which it makes hold at any moment, on whatever device, while it runs."""
+    with _PeakBytes() as counted:
+        run()
+    return counted.most
+
+
+class _PeakBytes(TorchDispatchMode):
+    """Counts the bytes of storages that operators make, until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: set[int] = set()
+        self._held = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tensors_of([args, kwargs]):
+            self._note(x, made=False)
+        result = func(*args, **(kwargs or {}))
+        for x in tensors_of([result]):
+            self._note(x, made=True)
+        return result
+
+    def _note(self, x: Tensor, made: bool) -> None:
+        if _is_sparse(x):
+            return
+        storage = x.untyped_storage()
+        key, size = storage._cdata, storage.nbytes() if made else 0  # pyright: ignore[reportPrivateUsage]
+        if key not in self._known:
+            self._known.add(key)
+            self._held += size
+            self.most = max(self.most, self._held)
+            weakref.finalize(storage, self._let_go, key, size).atexit = False
+
+    def _let_go(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._held -= size
 
 
 def _is_sparse(x: Tensor) -> bool:

@@ -242,6 +242,26 @@ def ddp(rank, size):
     return [p.grad / n for p in wrapped.parameters()]
 
 
+def stored(group, folder, normalised=False, optimizer=None):
+    """Bytes of 8 iterates (in memory, in a file), of a state's common and rank-local part, and the gradient."""
+    x, y, x_val, y_val, _ = data()
+    model = nn.Sequential(nn.Linear(4, 40), *[nn.BatchNorm1d(40)] * normalised, nn.Tanh(), nn.Linear(40, 3)).double()
+    ramps(model)
+    c = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    loss = lambda model, x, y: (1 + c) * F.cross_entropy(model(x), y)
+    found = []
+    for store in ("device", Path(folder)):
+        options = {"optimizer": optimizer(model.parameters(), 0.1)} if optimizer else {"lr": 0.1}
+        engine = bilevel.Reverse(store=store)
+        with bilevel.inner(model, loss, loss, solver="gd", group=group, engine=engine, **options) as loop:
+            loop.run(8, x, y, outer=(x_val, y_val))
+            local = sum(loop._z[n].nbytes for n in loop._binding.statistics)
+            state = sum(z.nbytes for z in loop._z.values()) - local
+            kept = loop._tape._store.file or loop._tape._store
+            found.append((kept.nbytes, state, local, loop.hypergrad(c)))
+    return found
+
+
 def main(rank, size, folder):
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, size, rank)
@@ -252,6 +272,8 @@ def main(rank, size, folder):
     engines = {"unroll": "unroll", "memory": bilevel.Reverse(memory="1GB"), "reverse": "reverse"}
     found["traffic"] = {name: traffic(group, engine) for name, engine in engines.items()}
     found["ddp"] = ddp(rank, size)
+    kinds = {"plain": {}, "statistics": {"normalised": True}, "momentum": {"optimizer": sgd}}
+    found["stored"] = {name: stored(group, folder, **kind) for name, kind in kinds.items()}
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 

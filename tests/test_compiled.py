@@ -10,6 +10,7 @@ from problems import relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.hypergrad.plan import fewest_reruns
 from bilevel_plugin.pullback import compiled
 
 DOUBLE = torch.float64
@@ -195,8 +196,27 @@ def test_what_can_not_be_compiled_runs_eagerly_and_says_so():
     fallback("external grad_fn", lambda m, x, y: (encoded * h(m, x, y)).mean(), g, lam, x, y, model, lr=0.1)
     broken = lambda m, x, y: h(m, x, y) * (1.0 if x.sum().item() < 1e9 else 2.0)
     fallback(".", broken, g, lam, x, y, model, lr=0.1)
-    with pytest.raises(ValueError, match="compiled steps have none"):
-        bilevel.Reverse(compile=True, memory="1GiB")
+
+
+def test_with_a_memory_budget_states_are_kept_and_no_graphs():
+    model, h, g, lam, x, y = problem()
+    state = sum(p.nbytes for p in model.parameters())
+
+    def run(**options):
+        engine = bilevel.Reverse(compile=True, **options)
+        with bilevel.inner(model, h, g, solver="gd", lr=0.3, engine=engine) as loop:
+            loop.run(12, x, y, outer=(x, y))
+            return loop.plan, loop.hypergrad(lam)
+
+    plan, everything = run(memory="1GB")
+    assert (plan.graphs, plan.states, plan.reruns) == (0, 12, 12)
+    plan, some = run(memory=plan.graph + 11 * state)
+    assert (plan.graphs, plan.states) == (0, 3)
+    assert plan.reruns == 12 + fewest_reruns(12, 3)
+    torch.testing.assert_close(some, everything, rtol=1e-12, atol=1e-15)
+    torch.testing.assert_close(everything, run()[1], rtol=1e-12, atol=1e-15)
+    with pytest.raises(ValueError, match="it takes at least"):
+        run(memory=9 * state)
 
 
 def test_a_changed_number_is_noticed():

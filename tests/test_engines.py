@@ -134,8 +134,8 @@ def test_stored_iterates_take_their_own_size(checkpoint):
     with bilevel.inner(model, h, h, solver="gd", lr=0.1, engine=bilevel.Reverse(checkpoint)) as loop:
         loop.run(100)
         store, saved = loop._tape._store, loop._tape._saved
-        assert store._count == len(saved) + sum(map(len, store._free.values()))
-        assert store._count <= 1.25 * max(len(saved), 17)  # 17: held at most, before the checkpoints were widened
+        assert store.rows == len(saved) + sum(map(len, store._free.values()))
+        assert store.rows <= 1.25 * max(len(saved), 17)  # 17: held at most, before the checkpoints were widened
         assert all(x.untyped_storage().nbytes() <= 32 * 2**20 for z in saved.values() for x in z.values())
 
 

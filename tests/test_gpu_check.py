@@ -6,14 +6,14 @@ import torch
 from benchmarks import gpu_check
 
 THERE = (
-    "- ok: LSTM, SGD (reverse, reverse sqrt, reverse memory=auto, reverse offload, unroll, forward): ",
+    "- ok: LSTM, SGD (reverse, reverse sqrt, reverse memory=auto, reverse store=host, unroll, forward): ",
     "ridge, cg",
     "dropout, reverse sqrt",
     "bf16 against float32",
     "few-shot: tasks",
     "- ok: data cleaning, linear",
     "- ok: few-shot",
-    "| ours: reverse offload | ",
+    "| ours: reverse store=host | ",
     "| ours: reverse, bf16, channels-last | ",
 )
 
@@ -30,7 +30,7 @@ def few(monkeypatch):
     monkeypatch.setattr(gpu_check, "MODELS", {n: gpu_check.MODELS[n] for n in ("convolution, BatchNorm", "LSTM")})
     monkeypatch.setattr(gpu_check, "OPTIMIZERS", {"SGD": gpu_check.OPTIMIZERS["SGD"]})
     flags = "--device cpu --size tiny --rounds 1 --problems P3"
-    return [*flags.split(), "--runners", "autograd create_graph,ours: reverse,ours: reverse offload"]
+    return [*flags.split(), "--runners", "autograd create_graph,ours: reverse,ours: reverse store=host"]
 
 
 def test_the_page(few, tmp_path, capsys):

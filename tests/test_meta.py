@@ -36,7 +36,7 @@ def test_the_watch_sees_an_index_of_the_host():
         "reverse",
         bilevel.Reverse("sqrt"),
         bilevel.Reverse(truncate=2),
-        bilevel.Reverse(offload=True),
+        bilevel.Reverse(store="host"),
         bilevel.Reverse(memory="1GiB"),
         "unroll",
         "forward",

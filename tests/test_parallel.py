@@ -76,6 +76,20 @@ def test_traffic(found):
             assert times * size <= volume <= times * size + 16, name
 
 
+@pytest.mark.parametrize("kind", ["plain", "statistics", "momentum"])
+def test_a_rank_keeps_its_part_of_every_iterate(found, kind):
+    """1/N of what all hold, to rounding; running statistics, which are a rank's own, as a whole."""
+    for rank in found:
+        (in_memory, state, local, grad), (in_file, *_, from_file) = rank["stored"][kind]
+        part = state / len(found)
+        steps = 8 - (kind == "momentum")  # the first state has no momentum yet
+        assert steps * 0.9 * (part + local) < in_memory <= 1.6 * 8 * (part + local)  # rows are bought in bulk
+        assert 8 * 0.9 * (part + local) * (steps / 8) < in_file <= 8 * (part + local + 8 * 64)  # they begin at 64 bytes
+        assert torch.equal(grad, from_file)
+        assert (local > 0) == (kind == "statistics")
+        assert relative(grad, found[0]["stored"][kind][0][-1]) <= 1e-12
+
+
 def test_tasks_of_their_own_and_an_encoder_under_ddp(found):
     alone = ranks.ddp(0, 0)
     for rank in found:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite
-from ..pullback import PULLBACKS, BlockByBlock, Pull
+from ..binding import Binding
+from ..graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite, peak_bytes, tensors_of
+from ..kernels import full_precision
+from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
 from ..updates import SUM
 from .base import End, Engine, Tape, refuse_create_graph
-from .plan import Budget, Keep, Plan, Sweep, free, parse, schedule
-from .store import Store
+from .journal import Journal, Position, checksum
+from .plan import (
+    Budget,
+    Folder,
+    Keep,
+    Plan,
+    Sweep,
+    free,
+    gaps_between,
+    least_missed,
+    parse,
+    schedule,
+    states_for_sqrt,
+)
+from .store import Kept, Store
+
+
+def _is_path(place: str) -> bool:
+    return os.sep in place or bool(os.altsep and os.altsep in place)
 
 
 @dataclass(frozen=True)
@@ -27,46 +50,84 @@ class Reverse(Engine):
 
     `memory` (bytes, "2GiB", or "auto": half of what the device has free) keeps as much as fits instead: the graphs
     of the last steps, which then need not be run again, and iterates for the others. With room for all graphs it is
-    as fast as "unroll". `loop.plan` tells what was chosen.
+    as fast as "unroll". Compiled steps have no graphs: with `compile`, as many iterates are kept as fit beside what
+    going back over one step takes, which is measured on the first step of each kind by an eager pullback. `loop.plan`
+    tells what was chosen.
 
-    `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" widens c as the loop goes
-    on, so that about 2√K iterates are held at any time. `truncate=m` goes back over the last m steps only: a
-    biased gradient for the memory and time of m steps (Shaban et al. 2019). `offload` keeps iterates in host memory
-    (pinned, copied without waiting), if the model is on an accelerator.
+    `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" holds 1.6·√K iterates
+    at any time, and runs each step once more on the average. `truncate=m` goes back over the last m steps only: a
+    biased gradient for the memory and time of m steps (Shaban et al. 2019).
+
+    `store` is where iterates are kept: on the "device"; on the "host" (pinned memory, copied without waiting), if the
+    model is on an accelerator; or in a folder (a path with a separator, or a `pathlib.Path`), in a file that is gone
+    when the block or the process ends. With a folder, `memory` holds as many iterates as fit, the others are in the
+    file, and no graphs are kept. With `group=`, each of N ranks keeps 1/N of every iterate.
+
+    `resume`, with a folder: every so many seconds (`every`) the position of the sweep, the adjoint and the sums so far
+    are written into it. If the process is killed and the same script run again, the steps are taken again, and the
+    sweep goes on from there, bit for bit, if it is the same one (the weights that the steps lead to are compared, and
+    more). The inputs have to be named, and no batch may require grad.
 
     `compile` runs step and pullback under torch.compile, from the second step on; what can't be compiled runs
     eagerly, with a warning that says why. Compiling takes its time once, for a model and its losses.
+
+    `blocks` goes back over a step block by block, in about the memory of a plain training step, where the graph of a
+    whole step takes three to five times as much. It is "auto" (modules that stand in a ModuleList or Sequential with
+    others of their class), a class of modules, modules of the model, or several of either. What can't be taken so runs
+    as without it, with a warning that says why. `memory` then keeps iterates, and no graphs.
     """
 
     checkpoint: int | Literal["sqrt"] = 1
     truncate: int | None = None
     memory: int | str | None = None
-    offload: bool = False
+    store: str | os.PathLike[str] = "device"
     compile: bool = False
-    blocks: Any = None
+    blocks: Which | None = None
+    resume: bool = False
+    every: float = 60.0
 
     def __post_init__(self) -> None:
+        if self.blocks is not None:
+            BlockByBlock(self.blocks)  # which says what is wrong with it
+            if self.compile:
+                raise ValueError(
+                    "bilevel.Reverse: blocks= runs parts of a step one by one, and compile= the step as a whole. Leave "
+                    "out one of them."
+                )
         wrong = self.checkpoint != "sqrt" if isinstance(self.checkpoint, str) else self.checkpoint < 1
         if wrong:
             raise ValueError(f"bilevel.Reverse: checkpoint must be 'sqrt' or at least 1, got {self.checkpoint!r}.")
         if self.truncate is not None and self.truncate < 1:
             raise ValueError(f"bilevel.Reverse: truncate must be at least 1, got {self.truncate}.")
+        if isinstance(self.store, str) and self.store not in ("device", "host") and not _is_path(self.store):
+            raise ValueError(
+                "bilevel.Reverse: store must be 'device', 'host' or a folder, as a path with a separator (like "
+                f"'./states') or as a pathlib.Path, got {self.store!r}."
+            )
+        if self.resume and not self.has_folder:
+            raise ValueError(
+                "bilevel.Reverse: resume=True writes how far the sweep has come into a folder: name one by store=."
+            )
+        if not self.every >= 0:
+            raise ValueError(f"bilevel.Reverse: every must be a number of seconds, at least 0, got {self.every}.")
         if self.memory is not None:
             parse(self.memory)
             if self.checkpoint != 1:
                 raise ValueError("bilevel.Reverse: memory= decides what to store: leave out checkpoint= or memory=.")
-            if self.compile:
-                raise ValueError(
-                    "bilevel.Reverse: memory= keeps graphs of autograd, and compiled steps have none. Leave out "
-                    "compile=, or bound the memory with checkpoint=."
-                )
 
     @property
     def keeps_graphs(self) -> bool:
-        return self.memory is not None
+        return self.memory is not None and not self.compile and self.blocks is None and not self.has_folder
+
+    @property
+    def has_folder(self) -> bool:
+        """Whether iterates go to a file."""
+        return self.store not in ("device", "host")
 
     @property
     def refuses_group(self) -> str:
+        if self.resume:
+            return "a sweep that is resumed is not tried with a group: leave out resume="
         return "compiled steps are not tried with a group: leave out compile=" if self.compile else ""
 
     def tape(self) -> Tape:
@@ -82,11 +143,15 @@ class _ReverseTape(Tape):
             from ..pullback import compiled  # here, since torch's compiler takes a second to import
 
             self._compiler, self._pull = compiled.Compiler(), compiled.pull
-        self._every = 1 if options.checkpoint == "sqrt" else options.checkpoint
         self._steps: dict[int, RecordedStep] = {}
-        self._store = Store(offload=options.offload)
-        self._saved: dict[int, State] = {}
+        self._store = Store(place=options.store)
+        self._store.most = None if options.memory is None else 1  # until it is known how many rows there is room for
+        self._binding: Binding | None = None
+        self._seconds = 0.0  # that the steps have taken
+        self._saved: dict[int, Kept] = {}
         self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
+        self._takes_graphs = options.keeps_graphs  # until a state has to be dropped
+        self._at_once = 1  # how many graphs the sweep is to have room for
         self._weighed: dict[object, int] = {}
         self._budget: Budget | None = None
         self._last: State = {}
@@ -105,26 +170,28 @@ class _ReverseTape(Tape):
         return 0 if m is None or m >= len(self._begins) else self._begins[-m]
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        k = self._count
-        if self._options.memory is None:
-            if k in self._saved:  # of a step that failed
-                self._forget(k)
-            if k % self._every == 0:
-                self._saved[k] = self._kept(step, z)
-            moved = step.take(z, monitor)
-        else:
+        k, self._binding = self._count, step.step.binding
+        if k in self._saved:  # of a step that failed
+            self._forget(k)
+        if self._takes_graphs:
             moved = step.take(z, monitor, graph=True)
             self._graphs.append((k, Traced(moved.at, moved.to, step.cut, step.leaves)))
-            self._fit(self._weigh(step, moved))
+            self._weigh(step, z, moved)
+            self._fit()
             moved.to = as_leaves(moved.to)
+        else:
+            self._admit(k, lambda: self._kept(step, z), k + 1)
+            started = time.perf_counter()
+            moved = step.take(z, monitor)
+            self._seconds += time.perf_counter() - started
+            if self._options.memory is not None and self._weigh(step, z, moved):
+                self._fit()
         self._last = moved.to
         if k - 1 not in self._steps or self._steps[k - 1].k != step.k:
             self._begins.append(k)
         self._count += 1
         step.share_with(self._steps.get(k - 1))
         self._steps[k] = step
-        if self._options.checkpoint == "sqrt" and len(self._saved) > 2 * self._every:
-            self._thin()
         if self._first > 0:
             self.reaches_start = False
             while self._graphs and self._graphs[0][0] < self._first:
@@ -135,65 +202,151 @@ class _ReverseTape(Tape):
                 del self._steps[j]
         return moved
 
-    def _kept(self, step: RecordedStep, z: State) -> State:
+    # --- which states are kept ---
+
+    def _most_states(self, steps: int) -> int | None:
+        """How many states may be held in a loop of so many steps; None if there is no bound."""
+        if self._options.checkpoint == "sqrt":
+            return states_for_sqrt(steps)
+        if self._budget is None or self._options.has_folder:
+            return None
+        return max(2, self._budget.states(self._at_once))
+
+    def _admit(self, k: int, keep: Callable[[], Kept], end: int) -> None:
+        """Keep the state of step k, the latest one of them, and drop the one that is missed least if it takes that."""
+        c = self._options.checkpoint
+        if isinstance(c, int) and k % c and self._saved:
+            return
+        most, saved = self._most_states(end), sorted(self._saved)
+        if most is not None:
+            if self._budget is not None and len(saved) >= most:
+                self._at_once = self._budget.graphs_at_once(end, self._at_once)
+                most = self._most_states(end) or most
+            if not self._options.has_folder:
+                self._store.most = most + 1  # one more in the sweep, for the end of a step to be compared with
+            while saved and len(saved) >= most:
+                i = least_missed(gaps_between([*saved, k], end), most, self._at_once)
+                if i == len(saved):
+                    return
+                self._drop([saved.pop(i)])
+        self._saved[k] = keep()
+
+    @property
+    def _shares(self) -> bool:
+        """Whether states share rows: where all of them are kept, each as a whole, and in memory."""
+        options, binding = self._options, self._binding
+        alone = options.checkpoint == 1 and options.truncate is None and options.memory is None
+        return alone and not options.has_folder and binding is not None and not binding.shards
+
+    def _kept(self, step: RecordedStep, z: State) -> Kept:
         """A copy of z. Where all states are kept, what accumulating steps leave alone is kept once.
 
         Such a step moves no weight, and its derivative does not read the sum that it adds to.
         """
-        options, before = self._options, self._steps.get(self._count - 1)
-        if options.checkpoint != 1 or options.truncate is not None:
-            return self._store.keep(z)
+        before, binding = self._steps.get(self._count - 1), step.step.binding
+        if not self._shares:
+            return self._keep(z)
         rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
-        shared = self._saved[self._count - 1] if before is not None and before.accumulates else {}
-        new = {n: x for n, x in rest.items() if n not in shared or n.endswith(SUM) or n in step.step.binding.moving}
-        return {**{n: x for n, x in shared.items() if n in rest}, **self._store.keep(new)} if new else dict(shared)
+        shared: State = {}
+        if before is not None and before.accumulates and isinstance(last := self._saved[self._count - 1], dict):
+            shared = last
+        new = {n: x for n, x in rest.items() if n not in shared or n.endswith(SUM) or n in binding.moving}
+        return (
+            {**{n: x for n, x in shared.items() if n in rest}, **self._store.keep_in_memory(new)}
+            if new
+            else dict(shared)
+        )
 
     def _forget(self, k: int) -> None:
         before = self._steps.get(k - 1)
-        if before is None or not before.accumulates:  # else its rows are another's as well
-            self._drop([k])
+        if before is None or not before.accumulates or not self._shares:
+            self._drop([k])  # else its rows are another's as well
 
-    def _weigh(self, step: RecordedStep, moved: Moved) -> Budget:
-        """What fits, by the heaviest graph so far: steps of other losses or batches weigh otherwise."""
-        kind = step.kind
-        state = sum(x.nbytes for x in moved.to.values())
-        if kind not in self._weighed:
-            self._weighed[kind] = state + graph_bytes(moved.to, moved.at, step.tensors())
-        memory = self._budget.memory if self._budget else parse(self._options.memory or "auto")
+    def _weigh(self, step: RecordedStep, z: State, moved: Moved) -> bool:
+        """Whether what fits has changed: steps of other losses or batches weigh otherwise, and the heaviest counts."""
+        binding, old = step.step.binding, self._budget
+        whole, state = sum(x.nbytes for x in moved.to.values()), old.state if old else 0
+        if old is None or whole > old.whole:
+            state = sum(x.nbytes for x in binding.shard(moved.to).values())
+        whole = max(whole, old.whole if old else 0)
+        unknown = step.kind not in self._weighed
+        if unknown and self._takes_graphs:
+            self._weighed[step.kind] = whole + graph_bytes(moved.to, moved.at, step.tensors())
+            unknown = False
+        memory = old.memory if old else parse(self._options.memory or "auto")
         if memory is None:
             memory = free(next(iter(moved.to.values())).device) // 2
-        binding = step.step.binding  # the same plan on every rank
-        heaviest, least = binding.largest_on_any_rank(max(self._weighed.values()), -memory)
-        if self._budget is None or (heaviest, state) != (self._budget.graph, self._budget.state):
-            self._budget = Budget(-least, heaviest, state)
-            self._budget.check()
-        return self._budget
+        one_plan = binding.largest_on_any_rank  # on every rank
+        heaviest, least, unknown = one_plan(max(self._weighed.values(), default=0), -memory, int(unknown))
+        if unknown:  # on some rank; it takes all of them to run a step again
+            self._weighed[step.kind] = self._weighed_again(step, z, moved, whole)
+            (heaviest,) = one_plan(max(self._weighed.values()))
+        if old is not None and (heaviest, state) == (old.graph, old.state):
+            return False
+        self._budget = Budget(-least, heaviest, state, 0 if self._options.keeps_graphs else heaviest, whole)
+        self._budget.check()
+        return True
 
-    def _fit(self, budget: Budget) -> None:
-        """Graphs give way to states, oldest first; and states to graphs, as long as their gaps are run in one go."""
-        while not budget.fits(len(self._graphs), len(self._saved)):
-            thinned = (len(self._saved) + 1) // 2
-            if len(self._graphs) == 1 or (thinned < len(self._saved) and budget.fits(2 * self._every, thinned)):
-                self._thin()
+    def _weighed_again(self, step: RecordedStep, z: State, moved: Moved, whole: int) -> int:
+        """The bytes of the step's graph, or those that going back over it takes where graphs are not kept."""
+        with torch.enable_grad(), full_precision():
+            if self._options.keeps_graphs:
+                traced = step.trace(z)
+                return whole + graph_bytes(traced.to, traced.at, step.tensors())
+            pull = self._pull if self._compiler is None else PULLBACKS["lean"]()  # compiled code can't be watched
+            statistics = step.step.binding.statistics
+            a = {n: x.detach() for n, x in moved.to.items() if x.is_floating_point() and n not in statistics}
+            return peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), pull))
+
+    def _fit(self) -> None:
+        """Graphs give way to states, oldest first; when none is left, a state goes for each that comes."""
+        budget = self._budget
+        assert budget is not None
+        self._store.most = len(self._saved) + 1  # a row at a time, as long as graphs have to make room for them
+        while self._graphs and not budget.fits(len(self._graphs), len(self._saved)):
+            k, traced = self._graphs.popleft()
+            if self._graphs:
+                self._saved[k] = self._keep(traced.at)
             else:
-                self._release(*self._graphs.popleft())
+                self._takes_graphs = False
+                self._admit(k, lambda at=traced.at: self._keep(at), self._count + 1)
+            del traced
+        if self._options.has_folder:
+            most = self._store.most = max(0, budget.states(1))
+            for k in [k for k, kept in self._saved.items() if isinstance(kept, dict)][most:]:
+                self._saved[k] = self._store.move_to_file(self._saved[k])
+            self._store.shrink(most)
+        elif not self._graphs:
+            saved, end = sorted(self._saved), self._count + 1
+            most = self._most_states(end) or 0
+            while len(saved) > most:
+                self._drop([saved.pop(least_missed(gaps_between(saved, end), most, self._at_once))])
+            self._store.shrink(most + 1)
 
-    def _release(self, k: int, traced: Traced) -> None:
-        """Forget a graph. Its state stays, if it is one of those to keep, or if none lies before it (truncate=)."""
-        if k % self._every == 0 or not any(j <= k for j in self._saved):
-            self._saved[k] = self._store.keep(traced.at)
+    def _keep(self, z: State) -> Kept:
+        """A copy of what this process keeps of z."""
+        assert self._binding is not None
+        return self._store.keep(self._binding.shard(z))
 
-    def _thin(self) -> None:
-        self._every *= 2
-        first = min(self._saved)  # with truncate=, not a multiple of anything
-        self._drop([j for j in self._saved if j % self._every and j != first])
+    def _fetch(self, kept: Kept) -> State:
+        assert self._binding is not None
+        return self._binding.unshard(self._store.fetch(kept))
 
     def _drop(self, steps: list[int]) -> None:
         for j in steps:
             self._store.drop(self._saved.pop(j))
 
     def _room(self, steps: int, held: int) -> tuple[int, int]:
-        return self._budget.room(steps, held) if self._budget else (1, steps)
+        if self._budget is not None and not self._options.has_folder:
+            return self._budget.room(steps, held, self._store.rows - 1)
+        most = self._most_states(self._count)
+        return 1, steps if most is None else max(0, most - held)
+
+    def _fits(self, graphs: int, states: int) -> bool:
+        if self._budget is not None and not self._options.has_folder:
+            return self._budget.fits(graphs, states)
+        most = self._most_states(self._count)
+        return most is None or states <= most
 
     @property
     def _end(self) -> int:
@@ -201,60 +354,94 @@ class _ReverseTape(Tape):
         return self._graphs[0][0] if self._graphs else self._count
 
     def _schedule(self, end: int) -> Iterator[Keep | Sweep]:
-        saved = sorted(j for j in self._saved if j < end)
-        return schedule(saved, end, self._room) if end > self._first else iter(())
+        saved, first = sorted(j for j in self._saved if j < end), self._first
+        for action in schedule(saved, end, self._room):
+            if end <= first:  # what is left lies before the last steps that were asked for
+                return
+            yield action
+            if isinstance(action, Sweep):
+                end = action.at
 
     def plan(self) -> Plan:
         actions = self._schedule(self._end)
         reruns = sum(a.at - a.begin if isinstance(a, Keep) else a.end - a.begin for a in actions)
         sizes = (self._budget.memory, self._budget.graph, self._budget.state) if self._budget else (0, 0, 0)
-        return Plan(self._count, len(self._graphs), len(self._saved), reruns, *sizes)
+        file = self._store.file
+        if file is None:
+            return Plan(self._count, len(self._graphs), len(self._saved), reruns, *sizes)
+        folder = Folder(file.folder, file.states, file.nbytes, file.seconds / max(1, file.written))
+        step = self._seconds / max(1, self._count)
+        return Plan(self._count, 0, len(self._saved), reruns, *sizes, folder, step)
 
-    def _backwards(self) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
-        """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already."""
-        end = self._end
+    def _backwards(self, left: int) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
+        """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already.
+
+        With `left`, only the first so many of the recorded steps.
+        """
+        end = min(left, self._end)
         for i in reversed(range(len(self._graphs))):
             k, traced = self._graphs[i]
             if self._saved:  # their room will be needed
                 self._graphs.pop()
-                self._release(k, traced)
+                self._saved[k] = self._keep(traced.at)
             yield self._steps[k], traced.at, traced
             del traced
-        states, spent = dict(self._saved), None
-        for action in self._schedule(end):
-            z = as_leaves(self._store.fetch(states[action.begin]))
-            for k in range(action.begin, action.at):
-                z = as_leaves(self._steps[k].replay(z))
-            if isinstance(action, Keep):
-                states[action.at] = self._store.keep(z)
-                continue
-            graphs: list[tuple[State, Traced | None]] = []
-            for k in range(action.at, action.end - 1):
-                traced = self._steps[k].trace(z)
-                graphs.append((traced.at, traced))
-                z = as_leaves(traced.to)
-                del traced
-            graphs.append((z, None))  # the last one is pulled through as it is run again
-            for k in reversed(range(max(action.at, self._first), action.end)):
-                yield self._steps[k], *graphs.pop()
-            if action.begin == action.at and action.begin not in self._saved:
-                if spent is not None:
-                    self._store.drop(spent)
-                spent = states.pop(action.begin)  # where the step before should end: still to be compared with it
+        between: dict[int, Kept] = {}  # states between those that are saved, for as long as they are needed
+        gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved ones that could be dropped
+        last = -1  # the state that was gone over last: the step before should end there, and is to be compared with it
+
+        try:
+            for action in self._schedule(end):
+                begin, at = action.begin, action.at
+                z = as_leaves(self._fetch(between[begin] if begin in between else self._saved[begin]))
+                for k in range(begin, at):
+                    z = as_leaves(self._steps[k].replay(z))
+                if isinstance(action, Keep):
+                    while gone and not self._fits(1, len(self._saved) + len(between) - (last >= 0) + 1):
+                        self._drop([gone.pop(0)])
+                    between[at] = self._keep(z)
+                    continue
+                graphs: list[tuple[State, Traced | None]] = []
+                for k in range(at, action.end - 1):
+                    traced = self._steps[k].trace(z)
+                    graphs.append((traced.at, traced))
+                    z = as_leaves(traced.to)
+                    del traced
+                graphs.append((z, None))  # the last one is pulled through as it is run again
+                del z
+                for k in reversed(range(max(at, self._first), action.end)):
+                    yield self._steps[k], *graphs.pop()
+                if begin == at:
+                    if last in between:
+                        self._store.drop(between.pop(last))
+                    elif last in self._saved:
+                        gone.append(last)
+                    last = begin
+        finally:
+            for state in between.values():
+                self._store.drop(state)
 
     def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
-        found = Gradients()
-        *_, (_, a) = self._sweep(end, inputs, found)
+        found, a = Gradients(), State()
+        for _, a in self._sweep(end, inputs, found, self._options.resume):
+            pass
         return found, a
 
-    def _sweep(self, end: End, inputs: Sequence[Tensor] | None, found: Gradients) -> Iterator[tuple[int, State]]:
-        adjoints, kept = Store(rows=2), None
-        a = end.pull(inputs, found)
+    def _sweep(
+        self, end: End, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
+    ) -> Iterator[tuple[int, State]]:
+        adjoints = Store(rows=1)
+        a = kept = adjoints.replace(None, end.pull(inputs, found))
         wanted = inputs if inputs is not None else self._all_leaves(end)
+        left, after = self._count, self._last
+        journal = self._journal(inputs, found, a) if resume else None
+        if journal is not None and (position := journal.read(self._last, wanted)) is not None:
+            left, a = position.left, position.adjoint
+            found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
+            after = self._fetch(self._saved[left]) if left in self._saved else after if left == self._count else {}
         yield self._count + 1, a
-        after, new = self._last, a
-        for step, z, traced in self._backwards():
+        for step, z, traced in self._backwards(left):
             if traced is None:
                 pulled = step.pull(z, a, wanted, found, self._pull, after)
                 step.check_end(z, pulled.to, after)
@@ -265,7 +452,42 @@ class _ReverseTape(Tape):
             after = z
             del traced, z  # before the next step's graph is made
             a = kept = adjoints.replace(kept, new)
+            del new
+            left -= 1
+            if journal is not None:
+                sums = [found.direct[id(x)][1] if id(x) in found.direct else None for x in wanted]
+                journal.write(Position(left, a, sums))
             yield step.k, a
+        if journal is not None:
+            journal.remove()
+
+    def _journal(self, inputs: Sequence[Tensor] | None, found: Gradients, a: State) -> Journal:
+        """The journal of this sweep, which only fits a sweep with the same numbers in it."""
+        if inputs is None:
+            raise ValueError(
+                "bilevel.Reverse: resume=True keeps sums for inputs that are named. Call loop.backward(inputs) or "
+                "loop.hypergrad(inputs)."
+            )
+        if found.cut or any(step.cut for step in self._steps.values()):
+            raise ValueError(
+                "bilevel.Reverse: resume=True, and a tensor of a batch requires grad: the graph behind it would be "
+                "another one when the script is run again. Compute it inside h (or g), or set resume=False."
+            )
+        first = self._steps[min(self._steps)] if self._steps else None
+        batch = tensors_of([t.batch for t in first.step.terms]) if first is not None else []
+        options = dataclasses.replace(self._options, store="device", resume=False, every=0.0)
+        about = {
+            "the options": repr(options),
+            "the version of torch": str(torch.__version__),
+            "the number of steps": str(self._count),
+            "the shapes of the weights": str({n: tuple(x.shape) for n, x in self._last.items()}),
+            "the shapes of the inputs": str([tuple(x.shape) for x in inputs]),
+            "the numbers of the inputs": checksum(inputs),
+            "the first batch": checksum(batch),
+            "the weights after the last step": checksum(self._last.values()),
+            "the outer loss": checksum([*a.values(), *found.values()]),
+        }
+        return Journal(self._options.store, about, self._options.every)
 
     def _all_leaves(self, end: End) -> list[Tensor]:
         """Every outer variable that any step has seen: one whose requires_grad was set late was there before."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from . import lean, plain
 from .base import Pull, Pulled
-from .blocks import BlockByBlock
+from .blocks import BlockByBlock, Which
 
 PULLBACKS: dict[str, Callable[[], Pull]] = {
     "plain": lambda: plain.pull,
@@ -14,4 +14,4 @@ PULLBACKS: dict[str, Callable[[], Pull]] = {
     "blocks": BlockByBlock,
 }
 
-__all__ = ["PULLBACKS", "BlockByBlock", "Pull", "Pulled"]
+__all__ = ["PULLBACKS", "BlockByBlock", "Pull", "Pulled", "Which"]

@@ -17,7 +17,7 @@ ORDER = (  # a file imports what stands before it
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/micro",
     "pullback/__init__",
     "replay",
-    "hypergrad/store", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
+    "hypergrad/store", "hypergrad/journal", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
     "hypergrad/implicit", "hypergrad/reverse", "hypergrad/__init__",
     "sentinel", "loop", "inner", "check", "__init__",
 )  # fmt: skip

@@ -32,7 +32,7 @@ def images(n: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "options",
     [{"judge": "evidence"}, {"judge": "evidence", "batch_size": 4}, {"judge": "validation", "warm": True},
-     {"judge": "validation", "batch_size": 4, "engine": bilevel.Reverse("sqrt", offload=True)}],
+     {"judge": "validation", "batch_size": 4, "engine": bilevel.Reverse("sqrt", store="host")}],
     ids=str,
 )  # fmt: skip
 def test_cleaning_reads_nothing_off_the_device(options: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def episodes(where: str) -> Episodes:
 
 
 @pytest.mark.parametrize("solver", ["gd", "bigsam", "bigsam-split"])
-@pytest.mark.parametrize("engine", ["unroll", bilevel.Reverse(offload=True)], ids=["unroll", "reverse"])
+@pytest.mark.parametrize("engine", ["unroll", bilevel.Reverse(store="host")], ids=["unroll", "reverse"])
 @pytest.mark.parametrize("batchnorm", ["running", "task"])
 def test_meta_training_reads_nothing_off_the_device(solver: str, engine: Any, batchnorm: str) -> None:
     encoder = build_encoder("conv4", (1, 16, 16), 0).to(META)
