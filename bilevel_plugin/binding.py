@@ -240,6 +240,13 @@ class Binding:
         assert self._session is not None
         self._session.remember_values()
 
+    @property
+    def remembered_weights(self) -> State:
+        """The numbers of w_0 that are put back after the block, which nobody writes to."""
+        assert self._session is not None
+        held = {id(t): saved for t, saved in self._session.values} if self.tasks is None else {}
+        return {n: held[id(p)] for n, p in self.parameters.items() if id(p) in held}
+
     def hold(self, z: State, buffers: State) -> None:
         """Write the numbers of this state into the model's own tensors."""
         if not self.holds or self._held is z:
@@ -595,13 +602,13 @@ class _Session:
             for holder in (vars(m)["_parameters"], vars(m)["_buffers"])
             for name, t in holder.items()
         ]
-        self._values: list[tuple[Tensor, Tensor]] = []
+        self.values: list[tuple[Tensor, Tensor]] = []
         self.remember_values()
 
     def remember_values(self) -> None:
         binding = self.binding
         written = () if not binding.holds else (*binding.parameters.values(), *binding.buffers.values())
-        self._values = [(t, t.detach().clone()) for t in written]
+        self.values = [(t, t.detach().clone()) for t in written]
 
     @classmethod
     def open(cls, binding: Binding) -> _Session:
@@ -643,12 +650,12 @@ class _Session:
         with torch.no_grad():
             later = next(iter(above.values()), None)
             if later is not None:  # closed out of order: the block that is still open puts it back in the end
-                mine = {id(t): saved for t, saved in self._values}
-                later._values = [(t, mine.get(id(t), saved)) for t, saved in later._values]
+                mine = {id(t): saved for t, saved in self.values}
+                later.values = [(t, mine.get(id(t), saved)) for t, saved in later.values]
                 later._modes, later._flags = self._modes, self._flags
                 later._attributes, later._places = self._attributes, self._places
                 return
-            for t, saved in self._values:
+            for t, saved in self.values:
                 if not t.is_meta and t.dtype == saved.dtype:
                     t.copy_(saved)
                 elif t.dtype != saved.dtype:

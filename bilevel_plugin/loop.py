@@ -87,7 +87,8 @@ class Loop:
         try:
             self._tape = engine.tape()
             statistics = {n: binding.buffers[n].detach().clone() for n in binding.statistics}
-            self._z = self._tape.start({**self._origin, **update.start, **statistics})
+            numbers = {**self._origin, **update.start, **statistics}
+            self._z = self._tape.start(numbers, binding.remembered_weights)
             self._buffers = {n: b.detach().clone() for n, b in binding.buffers.items() if n not in statistics}
             binding.hold(self._z, self._buffers)
         except BaseException:

@@ -68,9 +68,9 @@ class Tape(ABC):
         """The formula of a step."""
         return Step(*args)  # pyright: ignore[reportArgumentType]
 
-    def start(self, z: State) -> State:
-        """z_0 from tensors that are attached to the model."""
-        return as_leaves({n: x.detach().clone() for n, x in z.items()})
+    def start(self, z: State, copies: State) -> State:
+        """z_0 from tensors that are attached to the model, and copies of some of them that nobody writes to."""
+        return as_leaves({n: copies[n] if n in copies else x.detach().clone() for n, x in z.items()})
 
     def start_of_graph(self) -> Sequence[Tensor]:
         """Where a graph that runs through all steps begins; nothing, for an engine that has none."""

@@ -154,9 +154,14 @@ class _ReverseTape(Tape):
         self._at_once = 1  # how many graphs the sweep is to have room for
         self._weighed: dict[object, int] = {}
         self._budget: Budget | None = None
+        self._start: State = {}
         self._last: State = {}
         self._count = 0
         self._begins: list[int] = []  # where each step of the loop begins among the recorded ones
+
+    def start(self, z: State, copies: State) -> State:
+        self._start = super().start(z, copies)
+        return self._start
 
     def make_step(self, *args: object) -> Step:
         return super().make_step(*args) if self._compiler is None else self._compiler.step(*args)
@@ -244,6 +249,8 @@ class _ReverseTape(Tape):
         Such a step moves no weight, and its derivative does not read the sum that it adds to.
         """
         before, binding = self._steps.get(self._count - 1), step.step.binding
+        if z is self._start and not binding.shards and not self._options.has_folder:
+            return z  # it needs no copy: nobody writes to it
         if not self._shares:
             return self._keep(z)
         rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
@@ -334,7 +341,8 @@ class _ReverseTape(Tape):
 
     def _drop(self, steps: list[int]) -> None:
         for j in steps:
-            self._store.drop(self._saved.pop(j))
+            if (kept := self._saved.pop(j)) is not self._start:
+                self._store.drop(kept)
 
     def _room(self, steps: int, held: int) -> tuple[int, int]:
         if self._budget is not None and not self._options.has_folder:
@@ -424,7 +432,7 @@ class _ReverseTape(Tape):
     def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         found, a = Gradients(), State()
-        for _, a in self._sweep(end, inputs, found, self._options.resume):
+        for _, a in self._sweep(end, inputs, found, self._options.resume):  # noqa: B007 (the last one is wanted)
             pass
         return found, a
 

@@ -36,7 +36,7 @@ class _UnrollTape(Tape):
         self._losses_seen: set[object] = set()
         self._edges: list[list[GradientEdge]] = []  # where each state is in the graph, which may let go of its numbers
 
-    def start(self, z: State) -> State:
+    def start(self, z: State, copies: State) -> State:
         with torch.enable_grad():
             # a clone, so that writing to the parameters does not touch the graph
             self._start = {
