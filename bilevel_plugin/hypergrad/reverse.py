@@ -229,11 +229,14 @@ class _ReverseTape(Tape):
                 most = self._most_states(end) or most
             if not self._options.has_folder:
                 self._store.most = most + 1  # one more in the sweep, for the end of a step to be compared with
+            before = len(saved)
             while saved and len(saved) >= most:
                 i = least_missed(gaps_between([*saved, k], end), most, self._at_once)
                 if i == len(saved):
                     return
                 self._drop([saved.pop(i)])
+            if before - len(saved) > 1:  # room for graphs, which rows must not take
+                self._store.shrink(most + 1)
         self._saved[k] = keep()
 
     @property
