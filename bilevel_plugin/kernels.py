@@ -196,7 +196,9 @@ class LongAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ours = attention.__code__, _fused_attention.__code__  # which call the kernel themselves
         if func is MATH_KERNEL and sys._getframe(1).f_code not in ours and not checkpointing():  # pyright: ignore
-            self.seen, func = True, attention
+            self.seen = True
+            with _PLAIN_ATTENTION:
+                return attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 

@@ -96,7 +96,7 @@ class Loop:
             raise
         self._outer: tuple[Any, ...] = ()
         self._monitor = LossMonitor()
-        self._sentinel = Sentinel(binding, losses[1], check)
+        self._sentinel = Sentinel(binding, losses[1], check, sparing=engine.spares_memory)
         binding.warns = check is not False
         binding.graphs_are_kept = engine.keeps_graphs
         self._last: dict[object, RecordedStep] = {}  # the last step of each kind

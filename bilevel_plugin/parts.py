@@ -63,7 +63,7 @@ def split(name: str, batch: tuple[Any, ...], parts: int, dimension: int) -> list
     Every tensor that has the samples in this dimension is sliced, and so is a list that has an entry for each. What has
     no samples, a number or a tensor of size 1 there, goes to all parts whole.
     """
-    n = _samples(name, batch, dimension)
+    n = samples_of(name, batch, dimension)
     if n is None:
         if name == "h":
             raise TypeError(
@@ -92,7 +92,7 @@ def _is_array(x: Any) -> bool:
     return not isinstance(x, Tensor) and hasattr(x, "__array__") and hasattr(x, "shape")
 
 
-def _samples(name: str, batch: tuple[Any, ...], dimension: int) -> int | None:
+def samples_of(name: str, batch: tuple[Any, ...], dimension: int) -> int | None:
     """How many samples the batch has; None if it has no tensor with samples."""
     sizes: dict[int, tuple[int, ...]] = {}
     some = False
@@ -172,7 +172,7 @@ def find_reduction(
     evaluated in eval mode, and if it still does, its values can't be compared. `unit` is the rounding unit.
     """
     dimension = binding.batch_dimension
-    n = _samples(name, batch, dimension)
+    n = samples_of(name, batch, dimension)
     if n is None or min(n, parts) <= 1:
         return "mean"
     order = torch.randperm(n, generator=torch.Generator().manual_seed(n)).tolist()

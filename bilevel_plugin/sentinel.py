@@ -25,7 +25,9 @@ from torch.utils import _pytree as pytree
 
 from .binding import NESTED, Binding, Inside, Loss, code_of
 from .graph import DerivativeWarning, State, grad, leaves_read_since, map_tensors, sequence_number, tensors_of
-from .kernels import evaluating
+from .hypergrad.plan import free
+from .kernels import NORMALISATIONS, evaluating
+from .parts import samples_of, split
 from .replay import Conditions
 from .solvers import Value
 from .step import Step, Term, gradient
@@ -55,8 +57,11 @@ class _Point:
 class Sentinel:
     """Looks at the derivatives of one loop, when its first hypergradient is taken."""
 
-    def __init__(self, binding: Binding, g: Loss | None, check: Literal["first", "always", False]) -> None:
+    def __init__(
+        self, binding: Binding, g: Loss | None, check: Literal["first", "always", False], *, sparing: bool = False
+    ) -> None:
         self._binding, self._g, self._check = binding, g, check
+        self._sparing = sparing  # the loop is one that just fits into the memory
 
     def is_due(self, step: Step) -> bool:
         """Whether steps like this one are still to be looked at; asked once for each look."""
@@ -86,13 +91,19 @@ class Sentinel:
         u, g = None, self._g
         try:
             with _guarded():
+                if self._sparing:
+                    self._check_memory()
+                terms = self._few_samples(step.terms)
                 probe = Probe(self._binding, conditions, z, buffers)
             if g is not None and outer_batch is not None:
-                u, error = probe.first_derivative(Term("g", g, outer_batch))
+                with _guarded():
+                    (term,) = self._few_samples([Term("g", g, outer_batch)])
+                u, error = probe.first_derivative(term)
                 if error > TOLERANCE:
                     self._warn("the gradient of g", error)
             if step.terms:
-                error = probe.second_derivative(step, u, trained)
+                looked_at = Step(step.k, self._binding, terms, step.weights, step.update, step.only)
+                error = probe.second_derivative(looked_at, u, trained)
                 if error > TOLERANCE:
                     names = " and ".join(t.name for t in step.terms)
                     self._warn(f"the second derivative of {names}", error, step.k)
@@ -103,6 +114,29 @@ class Sentinel:
                 DerivativeWarning,
                 stacklevel=5,
             )
+
+    def _few_samples(self, terms: Sequence[Term]) -> list[Term]:
+        """The losses on one or two samples, where memory is short: it is the code that is looked at, not the data."""
+        if not self._sparing:
+            return list(terms)
+        few = 2 if any(isinstance(m, NORMALISATIONS) for m in self._binding.modules) else 1
+        found: list[Term] = []
+        for name, loss, batch in terms:
+            try:
+                n = samples_of(name, batch, self._binding.batch_dimension)
+                if n is not None and n > few:
+                    batch = split(name, batch, n // few, self._binding.batch_dimension)[0].batch
+            except (TypeError, ValueError):
+                raise NotChecked(f"the batch of {name} has no few samples to look at, and memory is short") from None
+            found.append(Term(name, loss, batch))
+        return found
+
+    def _check_memory(self) -> None:
+        """Raise if float64 weights, gradients and directions would not fit."""
+        weights = self._binding.parameters.values()
+        need, device = 16 * sum(p.numel() * 8 for p in weights), next(iter(weights)).device
+        if device.type in ("cpu", "cuda") and need > (there := free(device)):
+            raise NotChecked(f"it takes about {need / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free")
 
     def _warn(self, what: str, error: float, k: int | None = None) -> None:
         at = "" if k is None else f", on the batch of step k = {k}"

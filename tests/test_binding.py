@@ -43,7 +43,7 @@ def test_three_ways_in_for_weights(name):
                 grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         else:
             binding = Binding(twin, own_parameters=way == "own parameters")
-            with binding.inside({**state, **buffers}, buffers) as inside:
+            with binding.inside({**state, **buffers}, buffers, twice=True) as inside:
                 loss = binding.loss("h", h, inside, batch)
                 grads = torch.autograd.grad(loss, list(inside.weights.values()), allow_unused=True)
         found.append([loss.detach(), *grads])

@@ -595,6 +595,58 @@ def test_choice_of_blocks_by_itself():
     assert room.chosen(model, [model.inlet]) == [model.inlet]
 
 
+# --- together with ---
+
+
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize("micro", [2, 3])
+def test_micro_batches(name, micro):
+    """One part at a time, and of it one block at a time; with dropout, the parts draw one after the other."""
+    torch.manual_seed(0)
+    model = Net(dropout=0.2).double()
+
+    def h(model, x, y, w):
+        return (w.sigmoid() * (model(x) - y).square().mean((1, 2))).mean()
+
+    g = losses(None)[1]
+    lam = torch.linspace(-1, 1, N).double().requires_grad_()
+
+    def body(loop, x, y, xv, yv):
+        loop.run(3, x, y, lam, outer=(xv, yv), micro=micro, reduction="mean")
+
+    agree(model, h, g, lam=lam, body=body, optimizer=OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("memory", ["1MB", "150kB"])
+def test_a_memory_budget_keeps_states_alone(memory):
+    torch.manual_seed(0)
+    model, lam = Net().double(), torch.linspace(-1, 1, N).double().requires_grad_()
+    x, y, xv, yv = batches()
+    found = []
+    for engine in ("unroll", bilevel.Reverse(blocks="auto", memory=memory)):
+        with bilevel.inner(model, *losses(lam), solver="gd", lr=0.1, engine=engine, check=False) as loop:
+            loop.run(12, x, y, outer=(xv, yv))
+            plan = loop.plan
+            found.append(loop.hypergrad(lam))
+    assert plan.graphs == 0
+    assert (plan.reruns > 12) == (memory == "150kB")
+    assert relative(*found) < 1e-10
+
+
+def test_the_sentinel_looks_at_one_sample():
+    """It would take more memory than the loop; and it tells what it would tell otherwise."""
+    torch.manual_seed(0)
+    model, lam, seen = Net().double(), torch.tensor(0.3).double().requires_grad_(), set()
+
+    def h(model, x, y):
+        seen.add(len(x))
+        return lam.exp() * (model(x) - (2 * model(x)).detach() - y).square().mean()
+
+    with pytest.warns(bilevel.DerivativeWarning, match="the second derivative of h is not the derivative of the loss"):
+        gradients(model, bilevel.Reverse(blocks="auto"), h, losses(None)[1], [lam], lr=0.1, check="always")
+    assert seen == {1, N}
+
+
 # --- what it is for ---
 
 

@@ -134,7 +134,7 @@ def test_stored_iterates_take_their_own_size(checkpoint):
     with bilevel.inner(model, h, h, solver="gd", lr=0.1, engine=bilevel.Reverse(checkpoint)) as loop:
         loop.run(100)
         store, saved = loop._tape._store, loop._tape._saved
-        assert store.rows == len(saved) + sum(map(len, store._free.values()))
+        assert store.rows == len(saved) - 1 + sum(map(len, store._free.values()))  # w_0 is not copied
         assert store.rows <= 1.25 * max(len(saved), 17)  # 17: held at most, before the checkpoints were widened
         assert all(x.untyped_storage().nbytes() <= 32 * 2**20 for z in saved.values() for x in z.values())
 

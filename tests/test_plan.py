@@ -213,6 +213,11 @@ def least_of_states_only(solver: str) -> tuple[int, int]:
         return loop.plan.graph, loop.plan.state
 
 
+def kept_as_it_was(loop: bilevel.Loop) -> int:
+    """1 as long as the first state is kept: it is the copy of w_0 that is put back after the block, and in no row."""
+    return int(0 in loop._tape._saved)
+
+
 @settings(max_examples=20)
 @given(steps=st.integers(1, 40), states=st.integers(2, 12), truncate=st.none() | st.integers(1, 40), sqrt=st.booleans())
 @example(steps=60, states=3, truncate=17, sqrt=False)
@@ -241,13 +246,13 @@ def test_no_more_states_than_allowed_at_any_moment_and_no_more_reruns_than_plann
         for _ in range(2):
             loop.run(steps, *batch, outer=batch)
             allowed = states_for_sqrt(loop.steps) if sqrt else states
-            assert store.held == loop.plan.states <= allowed
+            assert store.held + kept_as_it_was(loop) == loop.plan.states <= allowed
             for _ in range(2):
                 calls.clear()
                 planned = loop.plan.reruns
                 results.append(loop.hypergrad(lam))
                 assert len(calls) == planned
-            assert store.held == loop.plan.states <= allowed
+            assert store.held + kept_as_it_was(loop) == loop.plan.states <= allowed
             assert store.most_held <= allowed + 1  # where a step should end is compared, though it was gone over
             assert store.most_bytes <= (allowed + 1) * state
     with inner(engine=bilevel.Reverse(truncate=truncate), solver="gd") as loop:
@@ -398,13 +403,13 @@ def hypergrad(engine: bilevel.Reverse, steps: int = 23, **options: object) -> tu
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}], ids=["plain", "momentum"])
 @pytest.mark.parametrize(
     "more",
-    [{}, {"checkpoint": 4}, {"checkpoint": "sqrt"}, {"truncate": 5}, {"memory": "60kB"}, {"memory": "1GB"}],
+    [{}, {"checkpoint": 4}, {"checkpoint": "sqrt"}, {"truncate": 5}, {"memory": "48kB"}, {"memory": "1GB"}],
     ids=str,
 )
 def test_a_folder_changes_no_bit_and_is_empty_afterwards(
     tmp_path: Path, more: dict[str, object], options: dict[str, object]
 ) -> None:
-    more = {**more, **({"memory": "75kB"} if options and more.get("memory") == "60kB" else {})}
+    more = {**more, **({"memory": "60kB"} if options and more.get("memory") == "48kB" else {})}
     found, plan = hypergrad(bilevel.Reverse(store=tmp_path, **more), **options)
     assert torch.equal(
         found, hypergrad(bilevel.Reverse(**{n: x for n, x in more.items() if n != "memory"}), **options)[0]
@@ -430,7 +435,7 @@ def test_states_move_to_the_folder_when_a_heavier_step_comes(tmp_path: Path) -> 
     h, g = weighted(lam)
     few = lambda model, *batch: h(model, x[:4].repeat(10, 1), y[:4].repeat(10)) + 0 * sum(b.sum() for b in batch)
     found: list[Tensor] = []
-    for options in ({"memory": 236_000, "store": tmp_path}, {}):
+    for options in ({"memory": 212_000, "store": tmp_path}, {}):
         with bilevel.inner(inner.args[0], few, g, solver="gd", lr=0.3, engine=bilevel.Reverse(**options)) as loop:
             loop.run(30, x[:4], y[:4], outer=(x, y))
             before = loop.plan

@@ -44,6 +44,11 @@ class Engine(ABC):
         return False
 
     @property
+    def spares_memory(self) -> bool:
+        """Whether it is meant for models that just fit: what is checked once must not take more than the loop."""
+        return False
+
+    @property
     def traces_steps(self) -> bool:
         """Whether it goes over the graph of a whole step, update included, and not only through its gradient."""
         return False

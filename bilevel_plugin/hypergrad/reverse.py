@@ -120,6 +120,10 @@ class Reverse(Engine):
         return self.memory is not None and not self.compile and self.blocks is None and not self.has_folder
 
     @property
+    def spares_memory(self) -> bool:
+        return self.blocks is not None
+
+    @property
     def has_folder(self) -> bool:
         """Whether iterates go to a file."""
         return self.store not in ("device", "host")
