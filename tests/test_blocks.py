@@ -256,6 +256,14 @@ def test_ways_to_call_blocks(model):
     agree(model().double(), lr=0.02)
 
 
+@pytest.mark.parametrize("which", [[0], [1], [0, 1], "root"])
+def test_a_block_on_data(which):
+    """What comes to the first block requires no grad, and it is a block all the same; so may the whole model be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)).double()
+    agree(model, blocks=[model] if which == "root" else [model[i] for i in which])
+
+
 def test_blocks_inside_of_blocks():
     torch.manual_seed(0)
     model = Twice().double()

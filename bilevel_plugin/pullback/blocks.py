@@ -196,7 +196,8 @@ class _Blocks:
         """The tangents of the gradients for these inputs."""
         self.going_back = True
         with full_precision(), explained(), _unsuited("the gradient of a loss"):
-            gradients = grad(outputs, inputs, along, retain_graph=self.retain_graph)
+            # the anchor is asked for as well: else autograd would leave out a block that no input lies behind
+            gradients = grad(outputs, [*inputs, self.anchor], along, retain_graph=self.retain_graph)[:-1]
         tangents = [None if g is None else tangent_of(g) for g in gradients]
         del gradients
         return [add(t, self.sums.pop(id(x), None)) for t, x in zip(tangents, inputs, strict=True)]
