@@ -146,6 +146,12 @@ class Binding:
         """What tells whether another binding does the same."""
         return tuple((id(holder), name, n) for holder, name, n in (*self._parameter_places, *self._buffer_places))
 
+    @property
+    def structure(self) -> tuple[object, ...]:
+        """What tells whether another model is of the same make, in the same modes."""
+        shapes = tuple((n, p.shape, p.dtype) for n, p in self.parameters.items())
+        return tuple((type(m), m.training) for m in self.modules), shapes
+
     # --- several inner problems, or several processes, in one: see tasks.py and parallel.py ---
 
     def for_every_task(self, x: Tensor) -> Tensor:

@@ -127,6 +127,8 @@ CASES = {
     "momentum, in parts": {"optimizer": sgd, "solver": "bigsam", "micro": 5},  # more than a rank of three has samples
     "adam, in parts": {"optimizer": adam, "micro": 3},
     "unroll, in parts": {"engine": "unroll", "micro": 3},
+    "blocks": {"engine": bilevel.Reverse(blocks=nn.Linear)},
+    "adam, blocks": {"optimizer": adam, "engine": bilevel.Reverse(blocks=nn.Linear), "micro": 2},
     "memory, in parts": {"engine": bilevel.Reverse(memory="40kB"), "micro": 3},
     "fetched": {"micro": 2, "fetch": True, "engine": bilevel.Reverse(checkpoint=2)},
     "cg": {"engine": "cg", **SETTLED},

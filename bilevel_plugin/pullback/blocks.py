@@ -33,7 +33,7 @@ from ..conditions import RandomStates, random_states, set_modes, set_random_stat
 from ..graph import State, explained, grad, leaf_of, nodes, norm, same_bits, sequence_number
 from ..kernels import full_precision
 from ..step import Step
-from ..updates import add
+from ..updates import PulledUpdate, add
 from . import lean
 from .base import Pulled, joined, known_direction
 from .lean import LeanProducts
@@ -55,47 +55,53 @@ class BlockByBlock:
     def __call__(
         self, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
     ) -> Pulled:
-        if not self._off:
-            binding = step.binding
-            modes, random = [m.training for m in binding.modules], random_states(binding.devices)
-            try:
-                return self._pull(step, z, buffers, a, wanted, after)
-            except Unsuited as why:
-                self._off = True
-                set_modes(binding.modules, modes)  # `lean` begins where this began
-                set_random_states(random)
-                warnings.warn(
-                    f"bilevel.Reverse: blocks= is off for this loop, which takes the memory of whole steps: {why}.",
-                    stacklevel=2,
-                )
+        binding = step.binding
+        if self._off:
+            return lean.pull(step, z, buffers, a, wanted, after)
+        modes, random = [m.training for m in binding.modules], random_states(binding.devices)
+        found, why = None, "another rank can't go block by block"
+        try:
+            found = self._pull(step, z, buffers, a, wanted, after)
+        except Unsuited as error:
+            why = str(error)
+        if binding.all_agree(found is not None) and found is not None:
+            return joined(step, *found)
+        self._off = True
+        set_modes(binding.modules, modes)  # `lean` begins where this began
+        set_random_states(random)
+        warnings.warn(
+            f"bilevel.Reverse: blocks= is off for this loop, which takes the memory of whole steps: {why}.",
+            stacklevel=2,
+        )
         return lean.pull(step, z, buffers, a, wanted, after)
 
     def _pull(
         self, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None
-    ) -> Pulled:
+    ) -> _Found:
+        """The parts of the derivative, which are still to be joined with those of other ranks."""
         binding = step.binding
         if not binding.own_parameters:
             raise Unsuited("with tasks= the weights have a dimension that blocks do not know of")
         if binding.stops_gradients:
             raise Unsuited("a loss calls stop_gradient, and the derivative of its gradient is not symmetric")
         modules = chosen(binding.model, self._which)
-        if not step.terms:  # a step on what was gathered is an update alone
-            return lean.pull(step, z, buffers, a, wanted, after)
         if not modules:
             raise Unsuited("the model has no ModuleList or Sequential with several modules of one class; name a class")
+        tangents = _Tangents(step, z, buffers, wanted, modules)
         d = known_direction(step, z, after)
         if d is None:
             with undisturbed(binding), binding.inside(z, buffers) as inside:
                 d = binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
+        self._check_symmetry(step, tangents)
         update = step.update.pull(z, d, a, wanted, end=False)
         del d
-        tangents = _Tangents(step, z, buffers, wanted, modules)
-        self._check_symmetry(step, tangents)
+        if not step.terms:  # a step on what was gathered, or one of several ranks without a part: an update alone
+            return update, {}, binding.statistics, [None] * len(wanted), {}, {}
         u, update.cotangent = update.cotangent, {}
         if binding.share != 1:
             u = {n: x * binding.share for n, x in u.items()}
         through, of_wanted, values = tangents.along(u, a)
-        return joined(step, update, through, binding.statistics, of_wanted, {}, values)
+        return update, through, binding.statistics, of_wanted, {}, values
 
     def _check_symmetry(self, step: Step, tangents: _Tangents) -> None:
         """⟨v, H·u⟩ = ⟨u, H·v⟩ for random u and v, where H·u are tangents of the gradient: once for losses of a model.
@@ -103,22 +109,18 @@ class BlockByBlock:
         It is not so where something on the way changes the gradient: then it is not the gradient of a function.
         """
         binding = step.binding
-        key = binding.key, step.only, tuple((t.name, code_of(t.loss)) for t in step.terms)
-        if not binding.warns or key in _SYMMETRIC or not step.directed:
+        key = binding.structure, step.only, tuple((t.name, code_of(t.loss)) for t in step.terms)
+        if not (binding.warns and step.terms and step.directed) or key in _SYMMETRIC:
             return
-        generator = torch.Generator().manual_seed(0)
-        some = [
-            {n: torch.randn(tangents.z[n].shape, generator=generator).to(tangents.z[n]) for n in step.directed}
-            for _ in range(2)
-        ]
         products: list[Tensor] = []
         sizes: list[Tensor] = []
-        for u, v in (some, some[::-1]):
+        for i in range(2):
             with undisturbed(binding):
-                through = tangents.along(dict(u), {})[0]
-            pairs = [(x, v[n]) for n, x in through.items() if x is not None and n in v]
-            products.append(sum((x * y).sum() for x, y in pairs))  # pyright: ignore
-            sizes.append(norm(x for x, _ in pairs) * norm(y for _, y in pairs))
+                through = tangents.along(dict(tangents.at_random(step.directed, i)), {})[0]
+            others = tangents.at_random(step.directed, 1 - i)
+            dots = [((x * v).sum(), norm([x]) * norm([v])) for n, v in others if (x := through[n]) is not None]
+            products.append(torch.stack([dot for dot, _ in dots]).sum())
+            sizes.append(torch.stack([size for _, size in dots]).sum())
         size = max(sizes)
         if not size.is_meta and abs(products[0] - products[1]) > torch.finfo(size.dtype).eps ** 0.5 * size:
             raise Unsuited(
@@ -128,6 +130,7 @@ class BlockByBlock:
         _SYMMETRIC.add(key)
 
 
+_Found = tuple[PulledUpdate, dict[str, Tensor | None], Sequence[str], Sequence[Tensor | None], State, State]
 _SYMMETRIC: set[object] = set()  # what was found to be so: models with their losses
 
 
@@ -137,12 +140,18 @@ class _Tangents:
     def __init__(
         self, step: Step, z: State, buffers: State, wanted: Sequence[Tensor], modules: Sequence[nn.Module]
     ) -> None:
-        self._step, self.z, self._buffers = step, z, buffers
+        self._step, self._z, self._buffers = step, z, buffers
         self._wanted, self._modules = wanted, modules
+
+    def at_random(self, names: Sequence[str], seed: int) -> Generator[tuple[str, Tensor]]:
+        """Normal numbers in the shapes of these weights, the same for a seed; one tensor at a time."""
+        generator = torch.Generator().manual_seed(seed)
+        for n in names:
+            yield n, torch.randn(self._z[n].shape, generator=generator).to(self._z[n])
 
     def along(self, u: State, a: State) -> tuple[dict[str, Tensor | None], Sequence[Tensor | None], State]:
         """∇_w ⟨∇ℓ, u⟩ by name, the same for what is wanted, and the losses; for statistics b, a·∂b⁺. u is used up."""
-        step, z, binding = self._step, self.z, self._step.binding
+        step, z, binding = self._step, self._z, self._step.binding
         _load_forward_mode()
         statistics = bool(binding.moving)
         with (
@@ -204,8 +213,8 @@ class _Blocks:
 
     def add(self, x: Tensor, tangent: Tensor | None) -> None:
         if tangent is not None:
-            before = self.sums.get(id(x))
-            self.sums[id(x)] = tangent if before is None else before.add_(tangent)
+            before = self.sums.get(id(x))  # not in place: autograd may give one tensor for two inputs
+            self.sums[id(x)] = tangent if before is None else before + tangent
 
     @contextmanager
     def installed(self, modules: Sequence[nn.Module]) -> Generator[None]:
