@@ -42,6 +42,9 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, results: dict[str, Any]) -> None:
+    """Write the results, their page and the pictures; problems in the order of their names, whenever they were run."""
+    if "table" in results:
+        results["table"] = {n: results["table"][n] for n in NAMES if n in results["table"]}
     (folder / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
     (folder / "benchmarks.md").write_text(markdown(results))
     try:
