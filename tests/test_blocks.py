@@ -523,6 +523,7 @@ FALLING = {
     "from outside, and gone": "a block does not run on dual numbers, or not once more",
     "no blocks": "has no ModuleList or Sequential with several modules of one class",
     "tasks": "with tasks= the weights have a dimension",
+    "checkpointing outside": "is in no block runs under activation checkpointing",
 }
 
 
@@ -562,6 +563,10 @@ def test_falls_back_with_a_word(case):
             return value
 
         model.layers[1].attend, model.through = attend, through
+    elif case == "checkpointing outside":
+        model.outlet.forward = lambda x, real=model.outlet.forward: checkpoint(
+            lambda x: real(x.tanh()), x, use_reentrant=False
+        )
     elif case == "no blocks":
         model = nn.Sequential(nn.Linear(2, C), nn.Tanh(), nn.Linear(C, 2)).double()
     if case == "tasks":
@@ -572,14 +577,19 @@ def test_falls_back_with_a_word(case):
             loop.run(3, x, y, lam, outer=(xv[:, None], yv))
 
         options["body"] = body
-    expected = gradients(model, "unroll", h, g, [lam], **options)
+    how = "reverse" if case == "checkpointing outside" else "unroll"  # which refuses that
+    expected = gradients(model, how, h, g, [lam], **options)
     with pytest.warns(UserWarning, match=f"blocks= is off for this loop.*{FALLING[case]}") as caught:
         found = gradients(model, bilevel.Reverse(blocks="auto"), h, g, [lam], **options)
     assert len(caught) == 1
     for mine, theirs in zip(found, expected, strict=True):
         assert relative(mine, theirs) < 1e-10 or float(theirs.norm()) < 1e-12
     assert "forward" not in vars(model) or case == "an object"
-    assert not any("forward" in vars(m) for m in model.modules()) or case in ("an object", "in place")
+    assert not any("forward" in vars(m) for m in model.modules()) or case in (
+        "an object",
+        "in place",
+        "checkpointing outside",
+    )
 
 
 @pytest.mark.parametrize("wrong", ["all", 3, [], [nn.Linear(2, 2), 4], int])

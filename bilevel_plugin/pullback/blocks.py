@@ -244,11 +244,11 @@ class _Blocks:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.running or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            self.running = True
+            self.running = self.dual.in_block = True
             try:
                 return _Call(self, module, forward, args, kwargs).run()
             finally:
-                self.running = False
+                self.running = self.dual.in_block = False
 
         return run
 
@@ -439,9 +439,15 @@ class _OnDualNumbers(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._on, self._without_graphs = True, False
+        self._on, self._without_graphs, self.in_block = True, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+        if hooks is not None and self._on and not self.in_block:
+            raise Unsuited(
+                "a part of a loss that is in no block runs under activation checkpointing, or other hooks on saved "
+                "tensors, which drop tangents; name that part as a block"
+            )
         if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
             if self._on:
                 torch._C._set_fwd_grad_enabled(args[0])  # pyright: ignore
