@@ -220,7 +220,7 @@ class Step:
                 binding.statistics += (n,)  # state like any other, from now on
         for n in binding.statistics:
             to[n] = after[n] if after[n].requires_grad else after[n].detach()
-            if n not in binding.moving and not _is_same(to[n], z[n] if n in z else buffers[n]):
+            if n not in binding.moving and not is_same(to[n], z[n] if n in z else buffers[n]):
                 binding.moving.add(n)
         rest = {n: _unless_equal(b.detach(), buffers[n]) for n, b in after.items() if n not in to}
         binding.changing.update(n for n, b in rest.items() if b is not buffers[n] and not _is_counter(b, buffers[n]))
@@ -286,7 +286,7 @@ def statistics_under_checkpointing(instead: str) -> str:
 
 def _refuse_changed_buffers(after: State, before: State) -> None:
     for n, b in after.items():
-        if not b.is_meta and not (_is_same(b, before[n]) or torch.equal(b.detach(), before[n].detach())):
+        if not b.is_meta and not (is_same(b, before[n]) or torch.equal(b.detach(), before[n].detach())):
             raise ValueError(
                 f"bilevel.inner: with micro= a loss changes the buffer {n!r} of the model (running statistics, a "
                 "counter), once for each part where the plain step does it once for the batch. Put the layer into "
@@ -294,7 +294,8 @@ def _refuse_changed_buffers(after: State, before: State) -> None:
             )
 
 
-def _is_same(x: Tensor, y: Tensor) -> bool:
+def is_same(x: Tensor, y: Tensor) -> bool:
+    """Whether two buffers hold the same bits; not known, and so no, where asking would wait for a device."""
     return x.device.type == "cpu" and same_bits(x, y)
 
 
@@ -308,7 +309,7 @@ def _is_counter(new: Tensor, old: Tensor) -> bool:
 
 def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
     """Store a buffer once if it does not change. (Its version would not tell: BatchNorm does not move it.)"""
-    return old if _is_same(new, old) else new
+    return old if is_same(new, old) else new
 
 
 class LossMonitor:

@@ -29,10 +29,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..binding import Inside, code_of
-from ..conditions import RandomStates, random_states, set_modes, set_random_states, undisturbed
-from ..graph import State, explained, grad, leaf_of, nodes, norm, same_bits, sequence_number
+from ..conditions import drawn_from, random_states, set_modes, set_random_states, undisturbed
+from ..graph import State, explained, grad, leaf_of, nodes, norm, sequence_number
 from ..kernels import full_precision
-from ..step import Step
+from ..step import Step, is_same
 from ..updates import PulledUpdate, add
 from . import lean
 from .base import Pulled, joined, known_direction
@@ -272,7 +272,6 @@ class _Call:
         self._modules = tuple(module.modules())
         self._modes = [m.training for m in self._modules]
         self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in binding.device_types}
-        self._random: RandomStates | None = random_states(binding.devices)
         self._buffers = binding.buffers_of(self._modules)
 
     def run(self) -> Any:
@@ -281,6 +280,7 @@ class _Call:
         leaves: list[Any] = self._leaves
         inputs: list[Tensor] = [x for x in (*leaves, *buffers.values()) if is_tracked(x)]
         versions = [x._version for x in leaves if isinstance(x, Tensor)]
+        random = random_states(binding.devices)
         try:
             binding.put_buffers({n: as_dual(primal_of(b).detach().clone(), tangent_of(b)) for n, b in buffers.items()})
             args, kwargs = pytree.tree_unflatten(leaves, self._spec)
@@ -291,9 +291,7 @@ class _Call:
             binding.put_buffers(buffers)
         if versions != [x._version for x in leaves if isinstance(x, Tensor)]:
             raise Unsuited("a block changes its input in place")
-        now = random_states(binding.devices)
-        if all(same_bits(state, now[d]) for d, state in (self._random or {}).items()):
-            self._random = None  # nothing was drawn
+        self._random = drawn_from(random, random_states(binding.devices))
         # A result that is one of the arguments passes by the block. Any other may depend on weights, whether or not
         # they have a tangent; what does not has no graph when the block is run again.
         self._results = [i for i, y in enumerate(results) if is_real(y) and not any(y is x for x in leaves)]
@@ -542,11 +540,6 @@ def _autocast(kinds: dict[str, tuple[bool, torch.dtype]]) -> Generator[None]:
             if on:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         yield
-
-
-def is_same(new: Tensor, old: Tensor) -> bool:
-    """Whether a buffer holds the same bits; not known, and so no, where asking would wait for a device."""
-    return new.device.type == "cpu" and same_bits(primal_of(new), primal_of(old))
 
 
 # --- which modules are blocks ---
