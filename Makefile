@@ -20,7 +20,7 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m recipes.data_cleaning --dataset digits --solvers bigsam,gd --judge evidence,validation \
+	$(BIN)/python -m bilevel_recipes.data_cleaning --dataset digits --solvers bigsam,gd --judge evidence,validation \
 		--baselines validation-only,keep-all,oracle --threads 1 --resume --out runs/demo
 
 test: lint types

@@ -27,14 +27,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from recipes.data_cleaning.__main__ import main as data_cleaning
-from recipes.data_cleaning.clean import batches
-from recipes.device import set_tf32
-from recipes.few_shot import Episodes, Images
-from recipes.few_shot.__main__ import main as few_shot
-from recipes.few_shot.sources import load
-from recipes.few_shot.train import encode_task, loss, zero_head
-from recipes.models import build_encoder
+from bilevel_recipes.data_cleaning.__main__ import main as data_cleaning
+from bilevel_recipes.data_cleaning.clean import batches
+from bilevel_recipes.device import set_tf32
+from bilevel_recipes.few_shot import Episodes, Images
+from bilevel_recipes.few_shot.__main__ import main as few_shot
+from bilevel_recipes.few_shot.sources import load
+from bilevel_recipes.few_shot.train import encode_task, loss, zero_head
+from bilevel_recipes.models import build_encoder
 
 from .problems import Weighted, make, mean_loss
 from .runners import BY_NAME, ours

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from recipes.malloc import keep_memory
+from bilevel_recipes.malloc import keep_memory
 
 from .problems import SMOOTH, Problem, make
 from .runners import BY_NAME, Run, Runner, judge
@@ -46,7 +46,7 @@ class Setting:
     steps: int | None = None  # K, where it is not the problem's own
     tenth: int | None = None
     limit: int | None = None  # bytes: a process that holds more of its own is ended, and its row says so
-    layout: str = "plain"  # or "recipe": an encoder as recipes.models.build_encoder makes it
+    layout: str = "plain"  # or "recipe": an encoder as bilevel_recipes.models.build_encoder makes it
 
     def problem(self, name: str, **options: Any) -> Problem:
         p = make(name, self.size, steps=self.steps, **options)

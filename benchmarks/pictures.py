@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from recipes.plots import COLOURS, panels
+from bilevel_recipes.plots import COLOURS, panels
 
 from .runners import RUNNERS
 

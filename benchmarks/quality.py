@@ -1,6 +1,6 @@
 """Time to quality: MNIST with 80 % wrong labels; seconds until the cleaner tells right from wrong.
 
-The paper's protocol, the same for all (`python -m recipes.data_cleaning --paper`): linear model from zero, 5,000 noisy
+The paper's protocol, the same for all (`python -m bilevel_recipes.data_cleaning --paper`): linear model from zero, 5,000 noisy
 and 5,000 checked samples, K = 100 full-batch steps of rate 0.05, λ from 0 by Adam with rate 0.2 on the hypergradient.
 A sample is kept if λ ≥ 0; F1 is that of the clean class. `bigsam` changes the inner steps, nothing else.
 """
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from recipes.data_cleaning.score import f1
-from recipes.data_cleaning.study import Job, Settings
-from recipes.data_cleaning.study import problem as mnist
-from recipes.models import build
+from bilevel_recipes.data_cleaning.score import f1
+from bilevel_recipes.data_cleaning.study import Job, Settings
+from bilevel_recipes.data_cleaning.study import problem as mnist
+from bilevel_recipes.models import build
 
 from .measure import Result, Setting, say
 from .problems import Problem, Weighted, mean_loss

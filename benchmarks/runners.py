@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bilevel_plugin as bilevel
-from recipes.vision import torchvision
+from bilevel_recipes.vision import torchvision
 
 from .problems import Problem
 

@@ -158,7 +158,7 @@ def measure(engine: str, blocks: int) -> list[tuple[int, int, int]]:
 
 
 def main(path: Path, blocks: int = 1000) -> None:
-    from recipes import plots
+    from bilevel_recipes import plots
 
     begin = time.perf_counter()
     torch.set_num_threads(1)

@@ -1056,7 +1056,7 @@ def test_recomputing_backwards_at_a_fixed_point(reentrant, engine):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_gradient_checkpointing_of_hugging_face(family, reentrant):
-    from recipes import vision
+    from bilevel_recipes import vision
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the package's own imports

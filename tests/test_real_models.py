@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import bilevel_plugin as bilevel
-from recipes import vision
+from bilevel_recipes import vision
 
 
 class Sequence(nn.Module):

@@ -372,7 +372,7 @@ def test_under_no_grad_as_without(engine: str) -> None:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_in_a_manual_step_of_lightning(precision: Any, tmp_path: Any) -> None:
     """Three outer steps under its Trainer give the weights of three outer steps without it."""
-    from recipes.vision import torchvision
+    from bilevel_recipes.vision import torchvision
 
     torchvision("transforms")  # which Lightning imports through torchmetrics, and can't beside a CPU-only torch
     L = pytest.importorskip("lightning")

@@ -5,7 +5,7 @@ Ours are read from docs/results/data_cleaning_table1.md, which the recipe wrote;
 
 import re
 
-from recipes.data_cleaning.score import PAPER
+from bilevel_recipes.data_cleaning.score import PAPER
 
 from .style import BLUE, GREEN, RED, Path, panels, save
 

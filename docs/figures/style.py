@@ -5,7 +5,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 import bilevel_plugin as bilevel
-from recipes.plots import COLOURS, legend, panels
+from bilevel_recipes.plots import COLOURS, legend, panels
 
 BLUE, RED, GREEN, PINK, AMBER, SKY, _, BLACK = COLOURS
 SOLVERS = {  # by rate: what each figure compares

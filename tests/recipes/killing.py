@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from recipes import runs
+from bilevel_recipes import runs
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,7 +23,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from recipes import runs  # noqa: E402  (found from the line above when this is a script)
+from bilevel_recipes import runs  # noqa: E402  (found from the line above when this is a script)
 
 COMMANDS = {
     "data_cleaning": [
@@ -40,7 +40,7 @@ WALL = ("seconds", "seconds_std", "versions", "command")  # what no two runs sha
 
 
 def start(recipe: str, out: Path, extra: list[str] | None = None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", f"recipes.{recipe}", *(extra or COMMANDS[recipe]), "--resume", "--out", str(out)]
+    command = [sys.executable, "-m", f"bilevel_recipes.{recipe}", *(extra or COMMANDS[recipe]), "--resume", "--out", str(out)]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from test_data import idx, mnist_files, own, write_files, write_tar
 
-from recipes import data
-from recipes.few_shot import sources
+from bilevel_recipes import data
+from bilevel_recipes.few_shot import sources
 
 ROOT = Path(__file__).parents[2]
 TRUSTED = tuple(

@@ -11,10 +11,10 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from recipes.data_cleaning import baselines, clean
-from recipes.data_cleaning.clean import SOLVERS, Indexed, batches, log_odds, suggest
-from recipes.data_cleaning.score import f1, verdict
-from recipes.models import MODELS, build
+from bilevel_recipes.data_cleaning import baselines, clean
+from bilevel_recipes.data_cleaning.clean import SOLVERS, Indexed, batches, log_odds, suggest
+from bilevel_recipes.data_cleaning.score import f1, verdict
+from bilevel_recipes.models import MODELS, build
 
 
 def digits(begin: int, end: int) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,10 @@ import pytest
 import torch
 from killing import killed
 
-from recipes import data, report, runs
-from recipes.data_cleaning.__main__ import main, parser, settings
-from recipes.data_cleaning.output import markdown
-from recipes.data_cleaning.study import Settings, fingerprint, jobs, run
+from bilevel_recipes import data, report, runs
+from bilevel_recipes.data_cleaning.__main__ import main, parser, settings
+from bilevel_recipes.data_cleaning.output import markdown
+from bilevel_recipes.data_cleaning.study import Settings, fingerprint, jobs, run
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--train", "100", "--validation", "60", "--steps", "10", "--outer-steps", "2", "--fit-steps", "20"]
@@ -89,7 +89,7 @@ def test_kill_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
     chosen = settings(parser().parse_args(command))
     runs.open_folder(tmp_path / "whole", fingerprint(chosen), resume=False)
     run(chosen, tmp_path / "whole", quiet=True)
-    file, found = killed("recipes.data_cleaning", command, tmp_path / "killed")
+    file, found = killed("bilevel_recipes.data_cleaning", command, tmp_path / "killed")
     assert 1 <= len(found["history"]) < 6
     run(chosen, tmp_path / "killed", quiet=True)
     whole, resumed = (runs.load(tmp_path / name / "runs" / file) for name in ("whole", "killed"))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from recipes import data
+from bilevel_recipes import data
 
 RNG = np.random.default_rng(0)
 
@@ -60,7 +60,7 @@ def test_mnist_is_read_alike_from_every_layout(tmp_path: Path, form: str) -> Non
 
 
 def test_what_torchvision_reads_is_what_we_read(tmp_path: Path) -> None:
-    from recipes.vision import torchvision
+    from bilevel_recipes.vision import torchvision
 
     write_files(tmp_path, mnist_files())
     theirs = torchvision("datasets").MNIST(str(tmp_path), train=True, download=False)

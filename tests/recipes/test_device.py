@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import bilevel_plugin as bilevel
-from recipes import device, runs
-from recipes.data_cleaning import clean
-from recipes.data_cleaning.clean import batches
-from recipes.few_shot import Episodes, Images, meta_train
-from recipes.few_shot.sources import Part
-from recipes.models import build, build_encoder
+from bilevel_recipes import device, runs
+from bilevel_recipes.data_cleaning import clean
+from bilevel_recipes.data_cleaning.clean import batches
+from bilevel_recipes.few_shot import Episodes, Images, meta_train
+from bilevel_recipes.few_shot.sources import Part
+from bilevel_recipes.models import build, build_encoder
 
 META = torch.device("meta")
 

@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from soak import broken, result
 
-from recipes import plots, runs
-from recipes.data_cleaning.__main__ import main as clean
-from recipes.few_shot.__main__ import main as few_shot
+from bilevel_recipes import plots, runs
+from bilevel_recipes.data_cleaning.__main__ import main as clean
+from bilevel_recipes.few_shot.__main__ import main as few_shot
 
 COMMANDS: dict[str, tuple[Any, list[str]]] = {
     "data_cleaning": (clean, [

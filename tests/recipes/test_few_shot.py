@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from recipes import malloc
-from recipes.few_shot import Episodes, Images, evaluate, meta_train
-from recipes.few_shot.evaluate import encoded, nearest_mean, score
-from recipes.few_shot.sources import Part, load
-from recipes.few_shot.train import SOLVERS, annealed, encode_task, halves
-from recipes.models import ENCODERS, build_encoder
+from bilevel_recipes import malloc
+from bilevel_recipes.few_shot import Episodes, Images, evaluate, meta_train
+from bilevel_recipes.few_shot.evaluate import encoded, nearest_mean, score
+from bilevel_recipes.few_shot.sources import Part, load
+from bilevel_recipes.few_shot.train import SOLVERS, annealed, encode_task, halves
+from bilevel_recipes.models import ENCODERS, build_encoder
 
 
 def numbered(counts: list[int], size: int = 3) -> Images:

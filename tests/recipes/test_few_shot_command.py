@@ -13,11 +13,11 @@ import pytest
 import torch
 from killing import killed
 
-from recipes import runs
-from recipes.data_cleaning.__main__ import FLAGS as CLEANING_FLAGS
-from recipes.few_shot import cost
-from recipes.few_shot.__main__ import main, parser, settings
-from recipes.few_shot.study import Settings, fingerprint, jobs, run, summary, tasks
+from bilevel_recipes import runs
+from bilevel_recipes.data_cleaning.__main__ import FLAGS as CLEANING_FLAGS
+from bilevel_recipes.few_shot import cost
+from bilevel_recipes.few_shot.__main__ import main, parser, settings
+from bilevel_recipes.few_shot.study import Settings, fingerprint, jobs, run, summary, tasks
 
 SMALL = ["--tasks", "3", "--outer-steps", "4", "--queries", "4", "--steps", "3", "--test-episodes", "20"]
 SMALL += ["--curve-points", "2", "--curve-episodes", "10", "--test-steps", "1,6", "--quiet", "--threads", "1"]
@@ -65,7 +65,7 @@ def test_kill_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
     chosen = settings(parser().parse_args(command))
     runs.open_folder(tmp_path / "whole", fingerprint(chosen), resume=False)
     run(chosen, tmp_path / "whole", quiet=True)
-    file, found = killed("recipes.few_shot", command, tmp_path / "killed")
+    file, found = killed("bilevel_recipes.few_shot", command, tmp_path / "killed")
     assert 3 <= found["step"] < 36
     run(chosen, tmp_path / "killed", quiet=True)
     whole, resumed = (runs.load(tmp_path / name / "runs" / file) for name in ("whole", "killed"))

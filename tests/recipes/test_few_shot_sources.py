@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from PIL import Image
 
-from recipes.few_shot import sources
-from recipes.few_shot.sources import load, shrink
-from recipes.unpickle import read_pickle
+from bilevel_recipes.few_shot import sources
+from bilevel_recipes.few_shot.sources import load, shrink
+from bilevel_recipes.unpickle import read_pickle
 
 RNG = np.random.default_rng(0)
 SHARED = Path(__file__).parents[3] / "shared" / "data"

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from benchmarks.runners import importable, quietly
-from recipes.few_shot import Episodes, Images, collect_tasks, evaluate, evaluate_tasks, meta_train
-from recipes.few_shot.sources import load
-from recipes.models import build_encoder
+from bilevel_recipes.few_shot import Episodes, Images, collect_tasks, evaluate, evaluate_tasks, meta_train
+from bilevel_recipes.few_shot.sources import load
+from bilevel_recipes.models import build_encoder
 
 WAYS, SHOTS, QUERIES, PER_CLASS = 5, 1, 5, 20
 

@@ -1,4 +1,4 @@
-"""`python -m recipes.few_shot.cost`: what one meta-batch costs, against the encoder alone and a loop over tasks.
+"""`python -m bilevel_recipes.few_shot.cost`: what one meta-batch costs, against the encoder alone and a loop over tasks.
 
 All four do the same batch of tasks in turn, again and again, so that a slow moment of the machine hits them alike; the
 ratio of two is the median of the ratios of neighbours.
@@ -93,7 +93,7 @@ def fastest_chunk(encoder: nn.Module, batch: Batch, sizes: Sequence[int], repeat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m recipes.few_shot.cost", description=(__doc__ or "").partition("\n")[0])
+    p = argparse.ArgumentParser(prog="python -m bilevel_recipes.few_shot.cost", description=(__doc__ or "").partition("\n")[0])
     p.add_argument("--dataset", default="omniglot", choices=list(SOURCES))
     p.add_argument("--data-root")
     p.add_argument("--model", default="conv4", choices=list(ENCODERS))

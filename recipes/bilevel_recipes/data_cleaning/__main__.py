@@ -1,4 +1,4 @@
-"""`python -m recipes.data_cleaning`: find mislabelled samples, compare methods, write a report."""
+"""`python -m bilevel_recipes.data_cleaning`: find mislabelled samples, compare methods, write a report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .clean import OUTER_STEPS, SOLVERS
 from .study import BASELINES, Settings
 
 EXAMPLES = """examples:
-  python -m recipes.data_cleaning                                  digits with 60 % wrong labels, in seconds
-  python -m recipes.data_cleaning --dataset mine.npz --out runs/mine
+  python -m bilevel_recipes.data_cleaning                                  digits with 60 % wrong labels, in seconds
+  python -m bilevel_recipes.data_cleaning --dataset mine.npz --out runs/mine
       your own data: x (N × H × W uint8, or N × D), y (labels), checked (True for verified rows);
       the list of suspects is runs/mine/weights.csv, the pictures are in runs/mine/report.html
-  python -m recipes.data_cleaning --dataset labels.csv --image-size 32 --model cnn
+  python -m bilevel_recipes.data_cleaning --dataset labels.csv --image-size 32 --model cnn
       image files named in a CSV with columns file,label,checked
-  python -m recipes.data_cleaning --paper --dataset mnist,fashion-mnist --data-root DATA --seeds 5 --out runs/table1
+  python -m bilevel_recipes.data_cleaning --paper --dataset mnist,fashion-mnist --data-root DATA --seeds 5 --out runs/table1
       the paper's Table 1 and Figure 1
 """
 
@@ -96,7 +96,7 @@ def check(s: Settings) -> None:
 
 
 RECIPE = command.Recipe(
-    module="recipes.data_cleaning",
+    module="bilevel_recipes.data_cleaning",
     about=__doc__ or "",
     examples=EXAMPLES,
     flags=FLAGS,

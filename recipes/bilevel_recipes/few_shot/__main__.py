@@ -1,4 +1,4 @@
-"""`python -m recipes.few_shot`: train encoders for few-shot tasks, compare solvers, write a report."""
+"""`python -m bilevel_recipes.few_shot`: train encoders for few-shot tasks, compare solvers, write a report."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .study import UNTRAINED, Settings
 from .train import SOLVERS
 
 EXAMPLES = """examples:
-  python -m recipes.few_shot                                       digits and their turns as classes, in seconds
-  python -m recipes.few_shot --dataset omniglot --data-root DATA --model conv4-pool --ways 60 --train-queries 5 \\
+  python -m bilevel_recipes.few_shot                                       digits and their turns as classes, in seconds
+  python -m bilevel_recipes.few_shot --dataset omniglot --data-root DATA --model conv4-pool --ways 60 --train-queries 5 \\
       --images 360 --chunk 360 --lr 4.8 --outer-steps 4000 --also 5x1,20x1 --solvers gd,bigsam --out runs/omniglot
       many ways in training, tested with fewer: what learns fastest; --bf16 if the processor has it
-  python -m recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
+  python -m bilevel_recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
       the paper's rates
-  python -m recipes.few_shot --dataset mini-imagenet --data-root DATA --model resnet18 --tasks 4
+  python -m bilevel_recipes.few_shot --dataset mini-imagenet --data-root DATA --model resnet18 --tasks 4
       DATA holds the cached pickles, or train.csv, val.csv, test.csv and images/
 """
 
@@ -91,7 +91,7 @@ FLAGS: Flags = {
 
 
 RECIPE = command.Recipe(
-    module="recipes.few_shot",
+    module="bilevel_recipes.few_shot",
     about=__doc__ or "",
     examples=EXAMPLES,
     flags=FLAGS,

@@ -1,6 +1,6 @@
 """A recipe on several processes, started by torchrun: each has the same flags and data, and computes a share.
 
-torchrun --standalone --nproc-per-node 2 -m recipes.data_cleaning ...
+torchrun --standalone --nproc-per-node 2 -m bilevel_recipes.data_cleaning ...
 """
 
 from __future__ import annotations
