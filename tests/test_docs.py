@@ -38,8 +38,8 @@ import pytest
 import torch
 
 from benchmarks.runners import importable
-from docs.hooks import find
 from bilevel_recipes.vision import torchvision
+from docs.hooks import find
 
 ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^(?: *<!-- ([^\n]*) -->\n)?( *)```(\w*)[^\n]*\n(.*?)^\2```$", re.M | re.S)
@@ -207,7 +207,9 @@ def test_commands_are_ones_that_exist(block: Block) -> None:
             program, flags = "python", flags[flags.index("-m") :]
         if program == "make":
             assert set(flags) <= targets, line
-        elif program == "python" and flags[:1] == ["-m"] and flags[1].split(".")[0] in ("bilevel_recipes", "benchmarks"):
+        elif (
+            program == "python" and flags[:1] == ["-m"] and flags[1].split(".")[0] in ("bilevel_recipes", "benchmarks")
+        ):
             module = importlib.import_module(flags[1])
             module = importlib.import_module(f"{flags[1]}.__main__") if hasattr(module, "__path__") else module
             if flags[2:] and flags[2:] != ["--help"]:

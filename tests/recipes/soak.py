@@ -40,7 +40,15 @@ WALL = ("seconds", "seconds_std", "versions", "command")  # what no two runs sha
 
 
 def start(recipe: str, out: Path, extra: list[str] | None = None) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", f"bilevel_recipes.{recipe}", *(extra or COMMANDS[recipe]), "--resume", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        f"bilevel_recipes.{recipe}",
+        *(extra or COMMANDS[recipe]),
+        "--resume",
+        "--out",
+        str(out),
+    ]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 

@@ -23,7 +23,17 @@ FEW_SHOT = (
 
 def command(ranks, recipe, flags, out):
     how = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else ["-m"]
-    return [sys.executable, *how, f"bilevel_recipes.{recipe}", *flags.split(), "--threads", "1", "--quiet", "--out", str(out)]
+    return [
+        sys.executable,
+        *how,
+        f"bilevel_recipes.{recipe}",
+        *flags.split(),
+        "--threads",
+        "1",
+        "--quiet",
+        "--out",
+        str(out),
+    ]
 
 
 def finish(*args, more=()):

@@ -93,7 +93,9 @@ def fastest_chunk(encoder: nn.Module, batch: Batch, sizes: Sequence[int], repeat
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(prog="python -m bilevel_recipes.few_shot.cost", description=(__doc__ or "").partition("\n")[0])
+    p = argparse.ArgumentParser(
+        prog="python -m bilevel_recipes.few_shot.cost", description=(__doc__ or "").partition("\n")[0]
+    )
     p.add_argument("--dataset", default="omniglot", choices=list(SOURCES))
     p.add_argument("--data-root")
     p.add_argument("--model", default="conv4", choices=list(ENCODERS))

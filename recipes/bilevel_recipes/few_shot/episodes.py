@@ -26,7 +26,7 @@ class Images:
         order = y.argsort(stable=True)
         x = (x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2))[order].contiguous()
         if turns > 1 and x.shape[-1] != x.shape[-2]:
-            raise ValueError(f"bilevel_recipes.few_shot: images of {x.shape[-2]} × {x.shape[-1]} can't be turned; use turns=1")
+            raise ValueError(f"recipes.few_shot: images of {x.shape[-2]} × {x.shape[-1]} can't be turned; use turns=1")
         self.shape, self.turns, self.device = tuple(x.shape[1:]), turns, torch.device(device)
         self._x = x.flatten(2).to(device)
         counts = torch.bincount(y)
@@ -59,7 +59,7 @@ class Images:
         """Items of random tasks, (tasks, samples, ways): in a task no class and no image comes twice."""
         if ways > self.classes or samples > self._fewest:
             raise ValueError(
-                f"bilevel_recipes.few_shot: {ways} ways with {samples} images of each class were asked for; there are "
+                f"recipes.few_shot: {ways} ways with {samples} images of each class were asked for; there are "
                 f"{self.classes} classes (with their turns), the smallest of {self._fewest} images"
             )
         lot = torch.rand(tasks, self.classes, generator=generator, device=generator.device)
@@ -122,12 +122,12 @@ def _support_and_query(x: Tensor, y: Tensor, ways: int, shots: int) -> tuple[Ten
     labels, counts = y.unique(return_counts=True)
     if labels.tolist() != list(range(ways)):
         raise ValueError(
-            f"bilevel_recipes.few_shot: a task of {ways} ways has labels 0, …, {ways - 1}; got {labels.tolist()}. In "
+            f"recipes.few_shot: a task of {ways} ways has labels 0, …, {ways - 1}; got {labels.tolist()}. In "
             "learn2learn, NWays says how many there are, and RemapLabels, after LoadData, counts them from 0"
         )
     if len(x) != len(y) or len(set(counts.tolist())) > 1 or int(counts[0]) <= shots:
         raise ValueError(
-            f"bilevel_recipes.few_shot: a task has {len(x)} images, and of each label {counts.tolist()}; wanted are as many of "
+            f"recipes.few_shot: a task has {len(x)} images, and of each label {counts.tolist()}; wanted are as many of "
             f"each, and more than shots={shots}, so that queries are left. In learn2learn, KShots draws shots + queries"
         )
     rows = y.argsort(stable=True).view(ways, -1).T  # a sample of each class after the other, as in Episodes

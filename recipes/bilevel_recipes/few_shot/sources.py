@@ -37,7 +37,7 @@ class Source:
 
     def part(self, name: str) -> Part:
         if name not in self.parts:
-            raise ValueError(f"bilevel_recipes.few_shot: {self.name} has no split {name!r}; it has {', '.join(self.parts)}")
+            raise ValueError(f"recipes.few_shot: {self.name} has no split {name!r}; it has {', '.join(self.parts)}")
         return self.parts[name]
 
 
@@ -45,7 +45,7 @@ class Source:
 def load(name: str, root: str | None = None, download: bool = False) -> Source:
     """Read a data set by name."""
     if name not in SOURCES:
-        raise ValueError(f"bilevel_recipes.few_shot: no data set {name!r}; one of {', '.join(SOURCES)}")
+        raise ValueError(f"recipes.few_shot: no data set {name!r}; one of {', '.join(SOURCES)}")
     return SOURCES[name](Path(root) if root else Path("data"), download)
 
 
@@ -82,7 +82,7 @@ def _omniglot(home: Path, download: bool) -> Source:
         for bits, character in (keys[:2], keys[2:]):
             if part[bits].dtype != np.uint8 or part[bits].shape != (part[character].size, 105, 14):
                 raise ValueError(
-                    f"bilevel_recipes.few_shot: {home / 'Omniglot.npz'}: {bits} is {part[bits].dtype} {part[bits].shape}; N × "
+                    f"recipes.few_shot: {home / 'Omniglot.npz'}: {bits} is {part[bits].dtype} {part[bits].shape}; N × "
                     f"105 × 14 uint8 is due, for the N of {character}"
                 )
         bits = np.concatenate([part["background_bits"], part["evaluation_bits"]])
@@ -91,7 +91,7 @@ def _omniglot(home: Path, download: bool) -> Source:
     else:
         ink, y = _omniglot_folders(home, download)
     if y.dtype.kind not in "iu" or np.unique(y).tolist() != list(range(1623)):
-        raise ValueError(f"bilevel_recipes.few_shot: {home}: Omniglot's characters are not 0 to 1622; fetch it again")
+        raise ValueError(f"recipes.few_shot: {home}: Omniglot's characters are not 0 to 1622; fetch it again")
     val = {c for begin, end in _VAL for c in range(begin, end)}
     split = {"train": [c for c in range(1200) if c not in val], "val": sorted(val), "test": list(_TEST)}
     x = shrink(ink, 28)
@@ -108,7 +108,7 @@ def _omniglot_folders(home: Path, download: bool) -> tuple[Array, Array]:
     characters = [c for part in found for c in part if c.is_dir()]
     if len(characters) != 1623:
         raise FileNotFoundError(
-            f"bilevel_recipes.few_shot: no Omniglot.npz in {home}, and {len(characters)} of Omniglot's 1623 characters in "
+            f"recipes.few_shot: no Omniglot.npz in {home}, and {len(characters)} of Omniglot's 1623 characters in "
             f"{folder}; give --data-root, or --download"
         )
     drawings = [(file, c) for c, character in enumerate(characters) for file in sorted(character.glob("*.png"))]
@@ -116,7 +116,7 @@ def _omniglot_folders(home: Path, download: bool) -> tuple[Array, Array]:
     for i, (file, _) in enumerate(drawings):
         picture = read_picture(file, "L")
         if picture.size != (105, 105):
-            raise ValueError(f"bilevel_recipes.few_shot: {file} is {picture.size}; Omniglot's drawings are 105 × 105")
+            raise ValueError(f"recipes.few_shot: {file} is {picture.size}; Omniglot's drawings are 105 × 105")
         ink[i] = np.asarray(picture) < 128
     return ink, np.array([c for _, c in drawings])
 
@@ -146,7 +146,7 @@ def _tiny_imagenet(home: Path, download: bool) -> Source:
     for s in splits:
         x, y = part[f"x_{s}"], part[f"y_{s}"]
         if x.dtype != np.uint8 or x.ndim not in (3, 4) or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
-            raise ValueError(f"bilevel_recipes.few_shot: {path}: {s} has images of {x.dtype} {x.shape}, labels of {y.dtype} "
+            raise ValueError(f"recipes.few_shot: {path}: {s} has images of {x.dtype} {x.shape}, labels of {y.dtype} "
                              f"{y.shape}; a label for each uint8 image is due")  # fmt: skip
     parts = {s: Part(part[f"x_{s}"], part[f"y_{s}"].astype(np.int64)) for s in splits}
     note = (
@@ -158,7 +158,7 @@ def _tiny_imagenet(home: Path, download: bool) -> Source:
 def _mini_imagenet(home: Path, download: bool) -> Source:
     """Cached pickles (both usual kinds), or the CSV splits of Ravi & Larochelle beside a folder of images."""
     if download:
-        raise ValueError("bilevel_recipes.few_shot: MiniImageNet has no official download; put the files into --data-root")
+        raise ValueError("recipes.few_shot: MiniImageNet has no official download; put the files into --data-root")
     parts: dict[str, Part] = {}
     for split in ("train", "val", "test"):
         names = [f"mini-imagenet-cache-{split}.pkl", f"miniImageNet_category_split_{split}.pickle"]
@@ -172,7 +172,7 @@ def _mini_imagenet(home: Path, download: bool) -> Source:
             parts[split] = _listed(table)
         else:
             raise FileNotFoundError(
-                f"bilevel_recipes.few_shot: {home} has none of {', '.join(names)}, {table.name}; give --data-root, a folder "
+                f"recipes.few_shot: {home} has none of {', '.join(names)}, {table.name}; give --data-root, a folder "
                 "with MiniImageNet's cached pickles, or with train.csv, val.csv, test.csv and images/"
             )
     return Source("MiniImageNet", parts)
@@ -184,15 +184,15 @@ def _cached(path: Path) -> Part:
     try:
         x, y = _arrays(found)
     except (TypeError, IndexError, AttributeError, KeyError, OverflowError) as error:
-        raise ValueError(f"bilevel_recipes.few_shot: {path} holds no images with their classes ({error})") from error
+        raise ValueError(f"recipes.few_shot: {path} holds no images with their classes ({error})") from error
     if x is None:
         keys = sorted(map(str, found)) if isinstance(found, dict) else type(found).__name__
         raise ValueError(
-            f"bilevel_recipes.few_shot: {path} holds {keys}; image_data and class_dict, or data and labels, are due"
+            f"recipes.few_shot: {path} holds {keys}; image_data and class_dict, or data and labels, are due"
         )
     if x.ndim != 4 or x.shape[-1] != 3 or 0 in x.shape or x.dtype != np.uint8 or len(x) != len(y) or (y < 0).any():
         raise ValueError(
-            f"bilevel_recipes.few_shot: {path}: images are {x.dtype} {x.shape}, with {len(y)} labels; N × H × W × 3 uint8 and "
+            f"recipes.few_shot: {path}: images are {x.dtype} {x.shape}, with {len(y)} labels; N × H × W × 3 uint8 and "
             "a label for each are due"
         )
     from PIL import Image
@@ -221,7 +221,7 @@ def _listed(table: Path) -> Part:
         places = [inside(table.parent, name, table) for name in names]
         file = next((p for p in places if p.is_file()), None)
         if file is None:
-            raise FileNotFoundError(f"bilevel_recipes.few_shot: {table} names {row['filename']}; none of {places[0]}, "
+            raise FileNotFoundError(f"recipes.few_shot: {table} names {row['filename']}; none of {places[0]}, "
                                     f"{places[1]}, {places[2]} exists")  # fmt: skip
         pictures.append(_resize(read_picture(file, "RGB")))
     return Part(np.stack(pictures), np.unique([row["label"] for row in rows], return_inverse=True)[1])

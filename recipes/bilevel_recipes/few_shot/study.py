@@ -133,13 +133,13 @@ def check(s: Settings) -> None:
     """Fail now on data that are not there, and on tasks that they can't give."""
     for name in ("turns", "queries", "images", "outer_steps", "chunk", "test_episodes", "curve_points", "save_every"):
         if getattr(s, name) < 1:
-            raise ValueError(f"bilevel_recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
+            raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
     trained = list(itertools.product(s.ways, s.shots))
     for name in s.dataset:
         size = min(_images(s, name, "train").shape[1:])
         if s.bf16 and torch.device(s.device).type == "cpu" and any(size <= ONE_PIXEL.get(m, 0) for m in s.model):
             raise ValueError(
-                f"bilevel_recipes.few_shot: --bf16 on the CPU, and images of {size} pixels, of which the last convolution sees "
+                f"recipes.few_shot: --bf16 on the CPU, and images of {size} pixels, of which the last convolution sees "
                 "one: torch's gradient of its weights is wrong in bf16; leave --bf16 out"
             )
         tested = [*trained, *map(cells_of, s.also)]
@@ -212,7 +212,7 @@ def cells_of(text: str) -> tuple[int, int]:
     """Ways and shots of "5x1"."""
     ways, _, shots = text.partition("x")
     if not (ways.isdigit() and shots.isdigit()):
-        raise ValueError(f"bilevel_recipes.few_shot: --also takes WAYSxSHOTS, as in 5x1,20x5; got {text!r}")
+        raise ValueError(f"recipes.few_shot: --also takes WAYSxSHOTS, as in 5x1,20x5; got {text!r}")
     return int(ways), int(shots)
 
 

@@ -129,7 +129,7 @@ def meta_train(
     """
     method = SOLVERS.get(solver) if isinstance(solver, str) else None
     if isinstance(solver, str) and method is None:
-        raise ValueError(f"bilevel_recipes.few_shot: no solver {solver!r}; one of {', '.join(SOLVERS)}, or an object")
+        raise ValueError(f"recipes.few_shot: no solver {solver!r}; one of {', '.join(SOLVERS)}, or an object")
     seen_by_heads = prepare(features)
     encoder = copy.deepcopy(encoder).train()
     adam = torch.optim.Adam(encoder.parameters(), eta)
@@ -148,7 +148,7 @@ def meta_train(
     def outer_step(batch: Batch, step: int) -> None:
         if len(batch[0][0]) < ranks.size(group):
             raise ValueError(
-                f"bilevel_recipes.few_shot: {len(batch[0][0])} tasks in a meta-batch are too few for {ranks.size(group)} "
+                f"recipes.few_shot: {len(batch[0][0])} tasks in a meta-batch are too few for {ranks.size(group)} "
                 "processes; give --tasks, or start fewer"
             )
         (x, y), (x_query, y_query) = (ranks.share(part, group) for part in batch)
@@ -255,7 +255,7 @@ FEATURES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 def prepare(features: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     if features not in FEATURES:
-        raise ValueError(f"bilevel_recipes.few_shot: features are one of {', '.join(FEATURES)}; got {features!r}")
+        raise ValueError(f"recipes.few_shot: features are one of {', '.join(FEATURES)}; got {features!r}")
     return FEATURES[features]
 
 
@@ -284,7 +284,7 @@ def encode(encoder: nn.Module, chunks: Iterable[Tensor]) -> Tensor:
 def chunk_size(batchnorm: str, chunk: int, task: int) -> int:
     """Images in one pass of the encoder; task: images in a task."""
     if batchnorm not in ("running", "task"):
-        raise ValueError(f"bilevel_recipes.few_shot: batchnorm is 'running' or 'task'; got {batchnorm!r}")
+        raise ValueError(f"recipes.few_shot: batchnorm is 'running' or 'task'; got {batchnorm!r}")
     return task if batchnorm == "task" else chunk
 
 
