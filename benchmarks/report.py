@@ -215,8 +215,8 @@ def beyond_iterates(runner: str, row: Row, training: Row) -> float:
 def out_of_the_box(found: dict[str, Any]) -> list[str]:
     note = (
         "Ours as the recipes set it up (`bilevel_recipes.malloc.keep_memory`; on P4 an encoder in channels-last, as "
-        "`bilevel_recipes.models.build_encoder` makes it), all others as they come; each case in a process of its own, whose "
-        "second hypergradient is timed."
+        "`bilevel_recipes.models.build_encoder` makes it), all others as they come; each case in a process of its "
+        "own, whose second hypergradient is timed."
     )
     lines = ["## Out of the box", "", note, ""]
     for name, rows in found.items():

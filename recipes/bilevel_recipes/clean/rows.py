@@ -21,7 +21,8 @@ class Rows:
     y: M labels as numbers, of classes. checked: M booleans.
     content: M images (a list of uint8 arrays H × W or H × W × 3, or one such array), M texts, an M-row frame of
     columns, or an M × D array of embeddings.
-    names: how the user calls each row: a file name, or its index. skipped: position, name and reason of every other row.
+    names: how the user calls each row: a file name, or its index.
+    skipped: position, name and reason of every other row.
     """
 
     title: str

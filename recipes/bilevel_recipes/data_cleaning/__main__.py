@@ -24,7 +24,7 @@ EXAMPLES = """examples:
       the list of suspects is runs/mine/weights.csv, the pictures are in runs/mine/report.html
   python -m bilevel_recipes.data_cleaning --dataset labels.csv --image-size 32 --model cnn
       image files named in a CSV with columns file,label,checked
-  python -m bilevel_recipes.data_cleaning --paper --dataset mnist,fashion-mnist --data-root DATA --seeds 5 --out runs/table1
+  python -m bilevel_recipes.data_cleaning --paper --dataset mnist,fashion-mnist --data-root DATA --seeds 5
       the paper's Table 1 and Figure 1
 """
 

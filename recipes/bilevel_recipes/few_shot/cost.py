@@ -1,4 +1,4 @@
-"""`python -m bilevel_recipes.few_shot.cost`: what one meta-batch costs, against the encoder alone and a loop over tasks.
+"""`python -m bilevel_recipes.few_shot.cost`: one meta-batch, against the encoder alone and a loop over tasks.
 
 All four do the same batch of tasks in turn, again and again, so that a slow moment of the machine hits them alike; the
 ratio of two is the median of the ratios of neighbours.
