@@ -1,7 +1,8 @@
 """Time to quality: MNIST with 80 % wrong labels; seconds until the cleaner tells right from wrong.
 
 The paper's protocol, the same for all (`python -m bilevel_recipes.data_cleaning --paper`): linear model from zero,
-5,000 noisy and 5,000 checked samples, K = 100 full-batch steps of rate 0.05, λ from 0 by Adam with rate 0.2 on the hypergradient.
+5,000 noisy and 5,000 checked samples, K = 100 full-batch steps of rate 0.05, λ from 0 by Adam with rate 0.2 on the
+hypergradient.
 A sample is kept if λ ≥ 0; F1 is that of the clean class. `bigsam` changes the inner steps, nothing else.
 """
 

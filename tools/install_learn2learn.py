@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-IMPORTS = "from bilevel_recipes.vision import torchvision; torchvision('datasets'); import learn2learn"  # it imports its parts
+IMPORTS = "from bilevel_recipes.vision import torchvision; torchvision('datasets'); import learn2learn"
 
 
 def pinned(name: str) -> str:

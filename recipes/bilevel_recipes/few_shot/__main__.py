@@ -18,7 +18,7 @@ from .train import SOLVERS
 EXAMPLES = """examples:
   python -m bilevel_recipes.few_shot                                       digits and their turns as classes, in seconds
   python -m bilevel_recipes.few_shot --dataset omniglot --data-root DATA --model conv4-pool --ways 60 \\
-      --train-queries 5 --images 360 --chunk 360 --lr 4.8 --outer-steps 4000 --also 5x1,20x1 --solvers gd,bigsam --out runs/omniglot
+      --train-queries 5 --images 360 --chunk 360 --lr 4.8 --outer-steps 4000 --also 5x1,20x1 --solvers gd,bigsam
       many ways in training, tested with fewer: what learns fastest; --bf16 if the processor has it
   python -m bilevel_recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
       the paper's rates
