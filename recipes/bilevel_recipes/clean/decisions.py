@@ -1,0 +1,167 @@
+"""What a person decided about rows: read from the CSV file that the report exports, and applied to the rows."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from .rows import Rows
+
+COLUMNS = ["row", "name", "given_label", "decision", "label"]
+DECISIONS = ("keep", "relabel", "drop")
+DROPPED = "dropped by decision"
+
+
+def read_decisions(path: Path, rows: Rows) -> pd.DataFrame:
+    """Read the decisions that the report exported, and make sure that they are about these rows.
+
+    The frame has one line for each decision: row (the position in rows.table), name, given_label, decision (keep,
+    relabel or drop) and label (the label from now on; empty for drop). Files that a spreadsheet program saved, with
+    semicolons or tabs, a byte order mark or Windows line ends, are read as well. Columns beyond these five are ignored.
+    Everything that is wrong in the file is reported in one ValueError.
+    """
+    found = _read(path)
+    problems = [*_problems(found, rows)]
+    if problems:
+        known = ", ".join(repr(c) for c in rows.classes)
+        raise ValueError(
+            f"bilevel-clean: {path} can't be used with these data; nothing was applied. Correct or delete these lines, "
+            f"or export the decisions again from the report of these data (the classes are {known}):\n"
+            + "\n".join(problems)
+        )
+    found = found.drop(columns="line").astype({"row": np.int64})
+    found["label"] = np.where(found.decision == "keep", found.given_label, found.label)
+    found.loc[found.decision == "drop", "label"] = ""
+    return found
+
+
+def decided(rows: Rows, decisions: pd.DataFrame) -> Rows:
+    """Apply decisions to rows: what was kept or relabelled counts as checked, with the label that was decided.
+
+    Rows that were dropped are no longer used, and are listed among the skipped ones.
+    """
+    where = {int(row): i for i, row in enumerate(rows.used)}
+    number = {name: c for c, name in enumerate(rows.classes)}
+    y, checked, stays = rows.y.copy(), rows.checked.copy(), np.ones(len(rows.used), bool)
+    for row, decision, label in zip(decisions.row, decisions.decision, decisions.label, strict=True):
+        i = where[int(row)]
+        if decision == "drop":
+            stays[i] = False
+        else:
+            y[i], checked[i] = number[label], True
+    gone = decisions.loc[decisions.decision == "drop", ["row", "name"]].assign(reason=DROPPED)
+    keep = np.flatnonzero(stays)
+    return replace(
+        rows,
+        used=rows.used[keep],
+        y=y[keep],
+        checked=checked[keep],
+        content=take(rows.content, keep),
+        names=[rows.names[i] for i in keep],
+        skipped=pd.concat([rows.skipped, gone], ignore_index=True) if len(gone) else rows.skipped,
+    )
+
+
+def take(content: Any, positions: NDArray[np.int64]) -> Any:
+    """Return these entries of a list, an array or a frame."""
+    if isinstance(content, pd.DataFrame):
+        return content.iloc[positions]
+    return content[positions] if isinstance(content, np.ndarray) else [content[i] for i in positions]
+
+
+def fingerprint(rows: Rows, decisions: pd.DataFrame | None = None) -> str:
+    """Identify the data by its rows, their names and the labels they came with, before and after decisions alike."""
+    given = {int(r): (n, rows.classes[c]) for r, n, c in zip(rows.used, rows.names, rows.y, strict=True)}
+    if decisions is not None:
+        lines = zip(decisions.row, decisions.name, decisions.given_label, strict=True)
+        given |= {int(r): (str(n), str(label)) for r, n, label in lines}
+    return hashlib.sha256(json.dumps(sorted(given.items())).encode()).hexdigest()
+
+
+def _read(path: Path) -> pd.DataFrame:
+    """The lines of the file as text, with the number that each has in the file."""
+    text = _text(path)
+    head = text.split("\n", 1)[0]
+    delimiter = max(",;\t", key=head.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        header = [cell.strip().lower() for cell in next(reader, [])]
+        missing = [c for c in COLUMNS if c not in header]
+        if missing:
+            raise ValueError(
+                f"bilevel-clean: {path} has no column {', '.join(missing)}. A file of decisions begins with the line "
+                f"{','.join(COLUMNS)}; export one from the report."
+            )
+        at = [header.index(c) for c in COLUMNS]
+        cells = [(reader.line_num, line + [""] * len(header)) for line in reader if any(map(str.strip, line))]
+    except csv.Error as error:
+        raise ValueError(f"bilevel-clean: {path} is not a CSV file ({error}); export it from the report.") from error
+    frame = pd.DataFrame([[number, *(line[i] for i in at)] for number, line in cells], columns=["line", *COLUMNS])
+    frame["decision"] = [d.strip().lower() for d in frame.decision]
+    frame["row"] = [_number(r) for r in frame.row]
+    return frame.astype({"row": object})
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"bilevel-clean: there is no file {path}; --decisions takes the CSV file that the report exports."
+        )
+    raw = path.read_bytes()
+    try:
+        return raw.decode("utf-16" if raw[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"bilevel-clean: {path} is not UTF-8 ({error}). In the spreadsheet program, save it as 'CSV UTF-8'."
+        ) from error
+
+
+def _number(cell: str) -> int | str:
+    """The row as a number, or the cell itself, for the error to show."""
+    cell = cell.strip()
+    return int(cell) if cell.isascii() and cell.isdigit() else cell
+
+
+def _problems(found: pd.DataFrame, rows: Rows) -> Iterator[str]:
+    """Every reason, line by line, why a decision is not about these rows or can't be understood."""
+    given = {int(r): (n, rows.classes[c]) for r, n, c in zip(rows.used, rows.names, rows.y, strict=True)}
+    reasons = {int(r): str(why) for r, why in zip(rows.skipped["row"], rows.skipped["reason"], strict=True)}
+    first: dict[Any, int] = {}
+    for line, row, name, label, decision, new in found.itertuples(index=False):
+        start = f"  line {line}: "
+        if first.setdefault(row, line) != line:
+            yield f"{start}row {row} was decided in line {first[row]} already"
+        elif row in given:
+            checks = (_changed(given[row], name, label), _unclear(decision, label, new, rows.classes))
+            yield from (f"{start}row {row} ({name}) {problem}" for problem in checks if problem)
+        else:
+            why = f"is skipped ({reasons[row]})" if row in reasons else "does not exist"
+            yield f"{start}row {row!r} ({name}) {why}; rows are numbered from 0 to {len(rows.table) - 1}"
+
+
+def _changed(now: tuple[str, str], name: str, label: str) -> str:
+    """How the row differs from what was decided about; empty where it is the same."""
+    if now[0] != name:
+        return f"is called {now[0]!r} in the data"
+    return f"had the label {label!r} when it was decided and has {now[1]!r} now" if now[1] != label else ""
+
+
+def _unclear(decision: str, given: str, label: str, classes: list[str]) -> str:
+    """Why the decision can't be understood; empty where it can."""
+    if decision not in DECISIONS:
+        return f"has the decision {decision!r}; it must be one of {', '.join(DECISIONS)}"
+    if decision == "relabel" and label not in classes:
+        return f"is relabelled {label!r}, which is not one of the classes"
+    if decision == "keep" and label not in ("", given):
+        return f"keeps its label {given!r}, but the column label says {label!r}; write relabel to change it"
+    return ""
