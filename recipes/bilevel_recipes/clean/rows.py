@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -20,9 +21,15 @@ class Rows:
     used: the positions in table of the M rows that can be judged; all that follows is aligned with it.
     y: M labels as numbers, of classes. checked: M booleans.
     content: M images (a list of uint8 arrays H × W or H × W × 3, or one such array), M texts, an M-row frame of
-    columns, or an M × D array of embeddings.
+    columns (float64 for numbers, category for everything else), or an M × D array of embeddings.
     names: how the user calls each row: a file name, or its index.
     skipped: position, name and reason of every other row.
+    note: a sentence that says which part of the input is the content.
+    warnings: a sentence for each thing in the input that is probably not meant.
+    label: the column of table with the given labels. values: each class as it is written in that column, where
+    `classes` has its name.
+    shown, shown_kind: what to show of the M rows where the content itself is embeddings: images, texts or columns. An
+    image that could not be read is None there.
     """
 
     title: str
@@ -35,3 +42,28 @@ class Rows:
     content: Any
     names: list[str]
     skipped: pd.DataFrame  # columns: row, name, reason
+    note: str = ""
+    warnings: list[str] = field(default_factory=list[str])
+    label: Any = "label"
+    values: list[Any] = field(default_factory=list[Any])
+    shown: Any = None
+    shown_kind: Kind | None = None
+
+
+def fingerprint(rows: Rows) -> str:
+    """Return a SHA-256 of labels, checked marks, content and class names: it changes when one of them does."""
+    digest = hashlib.sha256(repr((rows.kind, rows.classes, len(rows.y))).encode())
+    for part in (rows.y, rows.checked, *_arrays(rows.content)):
+        digest.update(f"{part.dtype.str}{part.shape}".encode())
+        digest.update(np.ascontiguousarray(part).data)
+    return digest.hexdigest()
+
+
+def _arrays(content: Any) -> list[NDArray[Any]]:
+    """Return the content as arrays of plain bytes or numbers, with nothing of it lost."""
+    if isinstance(content, pd.DataFrame):
+        head = np.frombuffer(repr(list(content.columns)).encode(), np.uint8)
+        return [head, pd.util.hash_pandas_object(content, index=False).to_numpy()]
+    if isinstance(content, np.ndarray):
+        return [content]
+    return [np.frombuffer(i.encode("utf-8", "surrogatepass"), np.uint8) if isinstance(i, str) else i for i in content]
