@@ -12,7 +12,7 @@ from clean_examples import example_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bilevel_recipes.clean.decisions import COLUMNS, DROPPED, decided, fingerprint, read_decisions
+from bilevel_recipes.clean.decisions import COLUMNS, DROPPED, decided, read_decisions, review_key
 from bilevel_recipes.tables import csv_text
 
 HEADER = ",".join(COLUMNS) + "\n"
@@ -83,6 +83,16 @@ def test_what_spreadsheet_programs_save(rows, file, save):
     pd.testing.assert_frame_equal(read_decisions(file, rows), want)
 
 
+def test_a_frame_is_read_like_the_file(rows, file):
+    read = read_decisions(file, rows)
+    pd.testing.assert_frame_equal(read_decisions(pd.read_csv(file), rows), read)
+    pd.testing.assert_frame_equal(read_decisions(read, rows), read)
+    with pytest.raises(ValueError, match="frame of decisions has no column label"):
+        read_decisions(read.drop(columns="label"), rows)
+    with pytest.raises(ValueError, match=r"the frame of decisions can't be used(.|\n)*line 4: row 7 .*'burn'"):
+        read_decisions(read.replace("drop", "burn"), rows)
+
+
 @given(
     st.lists(WORDS, min_size=2, max_size=4, unique=True),
     st.lists(st.tuples(WORDS, st.integers(0, 3), st.sampled_from(["keep", "relabel", "drop", ""])), min_size=1),
@@ -105,14 +115,14 @@ def test_round_trip(tmp_path_factory, classes, choices, delimiter):
     want = {i: c % len(classes) if d == "relabel" else rows.y[i] for i, (_, c, d) in enumerate(choices) if d != "drop"}
     assert after.y.tolist() == list(want.values())
     assert after.checked.tolist() == [bool(choices[i][2]) or bool(rows.checked[i]) for i in want]
-    assert fingerprint(after, read) == fingerprint(rows)
+    assert review_key(after, read) == review_key(rows)
 
 
-def test_fingerprint_follows_names_and_labels(rows):
-    same = fingerprint(example_rows("table", 12))
-    assert same == fingerprint(rows)
-    assert same != fingerprint(replace(rows, names=["x", *rows.names[1:]]))
-    assert same != fingerprint(replace(rows, y=(rows.y + 1) % 3))
+def test_review_key_follows_names_and_labels(rows):
+    same = review_key(example_rows("table", 12))
+    assert same == review_key(rows)
+    assert same != review_key(replace(rows, names=["x", *rows.names[1:]]))
+    assert same != review_key(replace(rows, y=(rows.y + 1) % 3))
 
 
 def test_everything_wrong_is_listed_at_once(rows, tmp_path):

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,22 @@ DECISIONS = ("keep", "relabel", "drop")
 DROPPED = "dropped by decision"
 
 
-def read_decisions(path: Path, rows: Rows) -> pd.DataFrame:
+def read_decisions(source: str | Path | pd.DataFrame, rows: Rows) -> pd.DataFrame:
     """Read the decisions that the report exported, and make sure that they are about these rows.
 
-    The frame has one line for each decision: row (the position in rows.table), name, given_label, decision (keep,
-    relabel or drop) and label (the label from now on; empty for drop). Files that a spreadsheet program saved, with
-    semicolons or tabs, a byte order mark or Windows line ends, are read as well. Columns beyond these five are ignored.
+    source: a file, or a frame with the columns of such a file. The frame that is returned has one line for each
+    decision: row (the position in rows.table), name, given_label, decision (keep, relabel or drop) and label (the label
+    from now on; empty for drop). Files that a spreadsheet program saved, with semicolons or tabs, a byte order mark or
+    Windows line ends, are read as well. Columns beyond these five are ignored.
     Everything that is wrong in the file is reported in one ValueError.
     """
-    found = _read(path)
+    name = "the frame of decisions" if isinstance(source, pd.DataFrame) else str(source)
+    found = _from_frame(source) if isinstance(source, pd.DataFrame) else _read(Path(source))
     problems = [*_problems(found, rows)]
     if problems:
         known = ", ".join(repr(c) for c in rows.classes)
         raise ValueError(
-            f"bilevel-clean: {path} can't be used with these data; nothing was applied. Correct or delete these lines, "
+            f"bilevel-clean: {name} can't be used with these data; nothing was applied. Correct or delete these lines, "
             f"or export the decisions again from the report of these data (the classes are {known}):\n"
             + "\n".join(problems)
         )
@@ -66,21 +68,24 @@ def decided(rows: Rows, decisions: pd.DataFrame) -> Rows:
         used=rows.used[keep],
         y=y[keep],
         checked=checked[keep],
-        content=take(rows.content, keep),
+        content=_take(rows.content, keep),
+        shown=_take(rows.shown, keep),
         names=[rows.names[i] for i in keep],
         skipped=pd.concat([rows.skipped, gone], ignore_index=True) if len(gone) else rows.skipped,
     )
 
 
-def take(content: Any, positions: NDArray[np.int64]) -> Any:
+def _take(content: Any, positions: NDArray[np.int64]) -> Any:
     """Return these entries of a list, an array or a frame."""
+    if content is None:
+        return None
     if isinstance(content, pd.DataFrame):
         return content.iloc[positions]
     return content[positions] if isinstance(content, np.ndarray) else [content[i] for i in positions]
 
 
-def fingerprint(rows: Rows, decisions: pd.DataFrame | None = None) -> str:
-    """Identify the data by its rows, their names and the labels they came with, before and after decisions alike."""
+def review_key(rows: Rows, decisions: pd.DataFrame | None = None) -> str:
+    """Return a SHA-256 of row numbers, names and given labels, the same before and after decisions are applied."""
     given = {int(r): (n, rows.classes[c]) for r, n, c in zip(rows.used, rows.names, rows.y, strict=True)}
     if decisions is not None:
         lines = zip(decisions.row, decisions.name, decisions.given_label, strict=True)
@@ -96,20 +101,35 @@ def _read(path: Path) -> pd.DataFrame:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
     try:
         header = [cell.strip().lower() for cell in next(reader, [])]
-        missing = [c for c in COLUMNS if c not in header]
-        if missing:
-            raise ValueError(
-                f"bilevel-clean: {path} has no column {', '.join(missing)}. A file of decisions begins with the line "
-                f"{','.join(COLUMNS)}; export one from the report."
-            )
+        _need_columns(str(path), header)
         at = [header.index(c) for c in COLUMNS]
         cells = [(reader.line_num, line + [""] * len(header)) for line in reader if any(map(str.strip, line))]
     except csv.Error as error:
         raise ValueError(f"bilevel-clean: {path} is not a CSV file ({error}); export it from the report.") from error
-    frame = pd.DataFrame([[number, *(line[i] for i in at)] for number, line in cells], columns=["line", *COLUMNS])
+    return _frame([[number, *(line[i] for i in at)] for number, line in cells])
+
+
+def _from_frame(given: pd.DataFrame) -> pd.DataFrame:
+    """The same of a frame; its lines are numbered as those of a file with a header would be."""
+    _need_columns("the frame of decisions", given.columns)
+    cells = given[COLUMNS].astype(object).where(given[COLUMNS].notna(), "").to_numpy().tolist()
+    return _frame([[number, *map(str, line)] for number, line in enumerate(cells, 2)])
+
+
+def _frame(lines: list[list[Any]]) -> pd.DataFrame:
+    frame = pd.DataFrame(lines, columns=["line", *COLUMNS]).astype({"row": object})
     frame["decision"] = [d.strip().lower() for d in frame.decision]
-    frame["row"] = [_number(r) for r in frame.row]
-    return frame.astype({"row": object})
+    frame["row"] = pd.Series([_number(r) for r in frame.row], dtype=object)
+    return frame
+
+
+def _need_columns(name: str, header: Iterable[Any]) -> None:
+    missing = [c for c in COLUMNS if c not in [*header]]
+    if missing:
+        raise ValueError(
+            f"bilevel-clean: {name} has no column {', '.join(missing)}. Decisions have the columns "
+            f"{','.join(COLUMNS)}; export them from the report."
+        )
 
 
 def _text(path: Path) -> str:

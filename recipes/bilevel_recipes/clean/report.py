@@ -1,0 +1,359 @@
+"""The page on which suspects are reviewed: one HTML file that opens from disk, with no network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup
+from numpy.typing import NDArray
+from PIL import Image
+
+from .. import runs, tables
+from .decisions import review_key
+from .rows import Rows
+from .verdict import Verdict
+
+INSIDE = 15_000_000  # characters of pictures or text that the page itself may hold
+REST = 200  # rows beyond the suspects that can be reviewed as well
+TINY, LARGEST = 64, 384  # pixels: up to TINY a picture is kept exactly, beyond LARGEST it is made smaller
+COLUMNS = 60  # of a table, shown for each row
+Picture = tuple[str, bytes]  # its format, and its content
+BARS, MATRIX, CONFUSIONS, BINS = 12, 30, 60, 40
+
+
+def write_report(
+    path: Path,
+    rows: Rows,
+    verdict: Verdict,
+    *,
+    title: str,
+    settings: dict[str, Any],
+    command: str,
+    table: pd.DataFrame | None = None,
+    decisions: pd.DataFrame | None = None,
+) -> list[Path]:
+    """Write the page, and return the paths that belong together: the page, and the folder of its pictures if any.
+
+    Pictures that take more than about 15 MB are files in the folder NAME_files beside the page NAME.html. table: a
+    comparison with other methods. decisions: what was decided about rows before this run; the page shows it and exports
+    it again with what is decided on the page.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    env = Environment(
+        loader=PackageLoader("bilevel_recipes.clean"), autoescape=True, trim_blocks=True, keep_trailing_newline=True
+    )
+    script, style = (_template_text(env, name) for name in ("report.js", "report.css"))
+    data, folder = _data(path, rows, verdict, decisions)
+    page = env.get_template("report.html").render(
+        title=title,
+        data=data,
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        table=None if table is None else _grid(table),
+        command=command,
+        made=json.dumps({"settings": settings, "versions": runs.versions()}, indent=1, ensure_ascii=False, default=str),
+        **_trust(rows, verdict),
+        **_behind(rows, verdict),
+    )
+    # a file name that is not UTF-8 reaches Python with characters that can't be written otherwise
+    runs.write(path, page.encode("utf-8", "backslashreplace"))
+    return [path] if folder is None else [path, folder]
+
+
+def _template_text(env: Environment, name: str) -> str:
+    assert env.loader is not None
+    return env.loader.get_source(env, name)[0]
+
+
+# --- the rows to review ----------------------------------------------------------------------------------------
+
+
+def _data(
+    path: Path, rows: Rows, verdict: Verdict, decisions: pd.DataFrame | None
+) -> tuple[dict[str, Any], Path | None]:
+    """What the script of the page works on, column by column, and the folder of the pictures if there is one."""
+    before = [] if decisions is None else tables.plain(decisions.to_numpy().tolist())
+    groups, positions = _groups(rows, verdict, {line[0] for line in before})
+    kind = rows.shown_kind or rows.kind
+    columns = _columns(rows, verdict, positions, {line[0]: line for line in before})
+    gone = [line for line in before if line[0] not in set(columns["row"])]
+    content, folder, look = _content(path, kind, rows, positions)
+    for line in gone:  # a row that was dropped: it can be taken back, but nothing else is known about it
+        more = {"row": line[0], "name": line[1], "given": rows.classes.index(line[2]), "suggested": -1, "score": None}
+        for name, value in {**more, "others": []}.items():
+            columns[name].append(value)
+        content.append(None)
+    groups["earlier"][1] += len(gone)
+    key = review_key(rows, decisions)
+    seed = hashlib.sha256(json.dumps(before).encode()).hexdigest()[:16]
+    data = {"key": key, "seed": seed, "kind": kind, "classes": rows.classes, "groups": groups, "earlier": before}
+    return {**data, **columns, "content": content, **look}, folder
+
+
+def _groups(rows: Rows, verdict: Verdict, before: set[int]) -> tuple[dict[str, list[int]], NDArray[np.int64]]:
+    """Where each group of rows begins and ends, and the positions of all of them, the most suspicious row first."""
+    order = np.argsort(verdict.score, kind="stable")
+    suspects = order[verdict.issue[order]]
+    rest = order[~(verdict.issue | verdict.checked)[order]][:REST]
+    earlier = np.array([i for i, row in enumerate(rows.used) if int(row) in before], np.int64)
+    ends = np.cumsum([0, len(suspects), len(rest), len(earlier)]).tolist()
+    names = ("suspects", "rest", "earlier")
+    groups = {name: [start, end] for name, start, end in zip(names, ends, ends[1:], strict=False)}
+    return groups, np.concatenate([suspects, rest, earlier]).astype(np.int64)
+
+
+def _columns(
+    rows: Rows, verdict: Verdict, positions: NDArray[np.int64], before: dict[int, list[Any]]
+) -> dict[str, list[Any]]:
+    """Row number, name, given and suggested class, score and the most probable other classes of these rows."""
+    number = rows.used[positions].tolist()
+    given = rows.y[positions].copy()
+    for k, row in enumerate(number):
+        if row in before:  # the label that the data holds, not the one that was decided
+            given[k] = rows.classes.index(before[row][2])
+    p = verdict.probabilities[positions].astype(float)
+    p[np.arange(len(p)), given] = -1
+    best = np.argsort(-p, axis=1, kind="stable")[:, : min(3, p.shape[1] - 1)]
+    called = verdict.issue[positions]
+    suggested = np.where(called, verdict.suggested[positions], best[:, 0])
+    for k, row in enumerate(number):
+        if row in before and before[row][3] == "relabel":
+            suggested[k] = rows.classes.index(before[row][4])
+    others = [[[int(c), round(float(p[k, c]), 3)] for c in line] for k, line in enumerate(best)]
+    score = [round(s, 4) for s in verdict.score[positions].tolist()]
+    names = [rows.names[i] for i in positions]
+    return {"row": number, "name": names, "given": given.tolist(), "suggested": suggested.tolist(), "score": score,
+            "others": others}  # fmt: skip
+
+
+def _content(
+    path: Path, kind: str, rows: Rows, positions: NDArray[np.int64]
+) -> tuple[list[Any], Path | None, dict[str, Any]]:
+    """What is shown of each row; the folder of the pictures if there is one; and how to show it."""
+    source = rows.content if rows.shown is None else rows.shown
+    folder = path.with_name(f"{path.stem}_files")
+    old = set(folder.glob("picture_*")) if folder.is_dir() else set[Path]()
+    look: dict[str, Any] = {"columns": [], "pixelated": False, "large": False}
+    written: list[Path] = []
+    if kind == "images":
+        images = [source[i] for i in positions]
+        content, written = _pictures((_picture(x) for x in images), folder)
+        side = max((max(x.shape[:2]) for x in images if x is not None), default=0)
+        grey = side <= TINY and all(_is_grey(x) for x in images if x is not None)
+        look |= {"pixelated": grey, "large": side > TINY}  # small photos are easier to recognise when smoothed
+    elif kind == "text":
+        most = max(400, min(20_000, INSIDE // max(1, len(positions))))
+        content = [_shortened(str(source[i]), most) for i in positions]
+    else:
+        frame = source if isinstance(source, pd.DataFrame) else rows.table.iloc[rows.used]
+        frame = frame.iloc[positions, :COLUMNS]
+        look["columns"] = [str(c) for c in frame.columns]
+        content = [[_cell(v) for v in line] for line in frame.itertuples(index=False, name=None)]
+    _remove(old - set(written), folder)
+    return content, folder if written else None, look
+
+
+def _remove(stale: set[Path], folder: Path) -> None:
+    """Remove the pictures of the report that was here before, and their folder if nothing else is in it."""
+    for file in stale:
+        file.unlink()
+    if stale and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _pictures(pictures: Iterable[Picture | None], folder: Path) -> tuple[list[str | None], list[Path]]:
+    """The address of each picture: its data as long as all fit into the page, else a file in the folder."""
+    held: list[Picture | None] = []
+    inside, size = True, 0
+    files: list[Path | None] = []
+    for picture in pictures:
+        held.append(picture)
+        size += len(picture[1]) * 4 // 3 if picture else 0
+        if size > INSIDE:
+            inside = False
+            folder.mkdir(exist_ok=True)
+            files += [_file(folder, len(files) + k, one) for k, one in enumerate(held)]
+            held.clear()
+    if inside:
+        return [p and f"data:image/{p[0]};base64,{base64.b64encode(p[1]).decode()}" for p in held], []
+    return [file and f"{quote(folder.name)}/{file.name}" for file in files], [file for file in files if file]
+
+
+def _file(folder: Path, number: int, picture: Picture | None) -> Path | None:
+    if picture is None:
+        return None
+    file = folder / f"picture_{number:06d}.{picture[0]}"
+    file.write_bytes(picture[1])
+    return file
+
+
+def _picture(image: NDArray[np.uint8] | None) -> Picture | None:
+    """A small picture exactly, as PNG; a larger one as JPEG, of at most LARGEST pixels a side; None without one."""
+    if image is None:
+        return None
+    picture = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
+    buffer = io.BytesIO()
+    if max(picture.size) <= TINY:
+        picture.save(buffer, "PNG")
+        return "png", buffer.getvalue()
+    picture.thumbnail((LARGEST, LARGEST))
+    picture.save(buffer, "JPEG", quality=85)
+    return "jpeg", buffer.getvalue()
+
+
+def _is_grey(image: NDArray[np.uint8]) -> bool:
+    return image.ndim == 2 or image.shape[-1] == 1 or bool((image == image[..., :1]).all())
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters are in the data)"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, (float, np.floating)):
+        return "–" if math.isnan(value) else f"{value:.6g}"
+    return _shortened("–" if value is None or value is pd.NA else str(value), 300)
+
+
+# --- the trust line --------------------------------------------------------------------------------------------
+
+
+def _trust(rows: Rows, verdict: Verdict) -> dict[str, Any]:
+    """The figures at the top: how much there is to do, and how far it can be trusted."""
+    suspects, checked = int(verdict.issue.sum()), int(verdict.checked.sum())
+    figures = [
+        ("Rows", f"{len(rows.table):,}", f"{checked:,} checked, {len(rows.skipped):,} skipped"),
+        ("Suspects", f"{suspects:,}", f"of {len(rows.used) - checked:,} labels that nobody checked"),
+        ("Estimated noise", _percent(verdict.noise_rate), "of those labels are wrong"),
+        (
+            "Accuracy on checked rows",
+            _percent(verdict.checked_accuracy),
+            f"cross-validated; {_percent(verdict.base_accuracy)} by always naming the most frequent class",
+        ),
+        ("Expected precision", _percent(verdict.expected_precision), "of the suspects are wrong indeed, as estimated"),
+    ]
+    share = verdict.noise_by_class
+    order = [int(c) for c in np.argsort(-np.nan_to_num(share, nan=-1), kind="stable") if not math.isnan(share[c])]
+    top = max((share[c] for c in order), default=0.0) or 1.0
+    bars = [
+        {"name": rows.classes[c], "width": f"{100 * share[c] / top:.1f}", "value": _percent(share[c])}
+        for c in order[:BARS]
+    ]
+    return {
+        "method": " ".join(filter(None, (rows.note, verdict.method))),
+        "figures": [dict(zip(("label", "value", "note"), f, strict=True)) for f in figures],
+        "bars": bars,
+        "more_bars": len(order) - len(bars),
+        "warnings": [*verdict.warnings, *rows.warnings],
+    }
+
+
+def _percent(share: float) -> str:
+    return "unknown" if math.isnan(share) else f"{100 * share:.1f} %"
+
+
+# --- behind the verdict ----------------------------------------------------------------------------------------
+
+
+def _behind(rows: Rows, verdict: Verdict) -> dict[str, Any]:
+    """Tables and curves that explain the verdict."""
+    return {
+        "classes": rows.classes,
+        "class_lines": _class_lines(rows, verdict),
+        "noise": _noise(rows.classes, verdict.noise),
+        "histogram": _histogram(verdict),
+        "curves": _curves(verdict.history),
+        "skipped": rows.skipped[["row", "name", "reason"]].to_numpy().tolist(),
+    }
+
+
+def _class_lines(rows: Rows, verdict: Verdict) -> list[list[str]]:
+    size = len(rows.classes)
+    counts = [np.bincount(rows.y[m], minlength=size) for m in (slice(None), verdict.checked, verdict.issue)]
+    return [
+        [name, *(f"{count[c]:,}" for count in counts), _percent(verdict.noise_by_class[c])]
+        for c, name in enumerate(rows.classes)
+    ]
+
+
+def _noise(classes: Sequence[str], noise: NDArray[np.float64]) -> dict[str, Any]:
+    """The whole matrix for a few classes; for many, the most frequent confusions."""
+    if len(classes) <= MATRIX:
+        return {"cells": noise.tolist(), "top": []}
+    off = noise - np.diag(np.diag(noise))
+    best = np.argsort(-off, axis=None, kind="stable")[:CONFUSIONS]
+    pairs = [np.unravel_index(i, off.shape) for i in best]
+    return {"cells": [], "top": [[classes[c], classes[d], _percent(float(noise[c, d]))] for c, d in pairs]}
+
+
+def _histogram(verdict: Verdict) -> dict[str, Any]:
+    """Bars of log(1 + count) of the unchecked rows, suspects and others side by side in each bin of the score."""
+    edges = np.linspace(0, 1, BINS + 1)
+    width = 600 / BINS
+    counts = {
+        suspect: np.histogram(verdict.score[~verdict.checked & (verdict.issue == suspect)], edges)[0]
+        for suspect in (True, False)
+    }
+    top = math.log1p(max(1, *(int(c.max()) for c in counts.values())))
+    bars = [
+        {
+            "suspect": suspect,
+            "x": f"{20 + width * (b + (0 if suspect else 0.48)):.1f}",
+            "y": f"{170 - 150 * math.log1p(n) / top:.1f}",
+            "height": f"{150 * math.log1p(n) / top:.1f}",
+            "title": f"score {edges[b]:.3f} to {edges[b + 1]:.3f}: {n:,} {'suspects' if suspect else 'other rows'}",
+        }
+        for suspect, count in counts.items()
+        for b, n in enumerate(count.tolist())
+        if n
+    ]
+    return {"bars": bars, "width": f"{width * 0.44:.1f}"}
+
+
+def _curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each figure that every outer step has."""
+    shared = [k for k in (history[0] if history else {}) if k != "step" and all(_is_number(h.get(k)) for h in history)]
+    return [_curve(name, np.array([float(h[name]) for h in history])) for name in shared if len(history) > 1]
+
+
+def _is_number(value: Any) -> bool:
+    return (
+        isinstance(value, (int, float, np.integer, np.floating))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
+
+
+def _curve(name: str, y: NDArray[np.float64]) -> dict[str, Any]:
+    x = np.linspace(10, 290, len(y))
+    height = 105 - 95 * (y - y.min()) / (np.ptp(y) or 1)
+    first, last, low, high = (f"{v:.4g}" for v in (y[0], y[-1], y.min(), y.max()))
+    return {
+        "name": name.replace("_", " "),
+        "points": " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, height, strict=True)),
+        "count": len(y),
+        "first": first,
+        "last": last,
+        "low": low,
+        "high": high,
+    }
+
+
+def _grid(table: pd.DataFrame) -> dict[str, Any]:
+    """A frame as text; the index is the first column where it has names of its own."""
+    frame = table if isinstance(table.index, pd.RangeIndex) else table.reset_index(names=table.index.name or "method")
+    lines = [[_cell(v) for v in line] for line in frame.itertuples(index=False, name=None)]
+    return {"header": [str(c) for c in frame.columns], "lines": lines}
