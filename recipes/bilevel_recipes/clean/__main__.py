@@ -1,0 +1,160 @@
+"""`bilevel-clean DATA`: find wrong labels, review them in a browser, and write the cleaned table."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tqdm import tqdm
+
+from ..malloc import keep_memory
+from .cleaner import Cleaner
+from .compare import Comparison, Demo, demo
+from .run import REPORT, check_folder, resumed, write
+
+ABOUT = "Find wrong labels with the help of a few that were checked, review them, and write the cleaned table."
+EXAMPLES = """examples:
+  bilevel-clean demo                                          handwritten digits with wrong labels, in a minute
+  bilevel-clean mine.csv --label species --checked verified   a table of numbers and words
+  bilevel-clean reviews.parquet --text review                 text in a column
+  bilevel-clean list.csv --image file --root photos           image files that a column names
+  bilevel-clean photos --checked verified.txt                 a folder of images with one folder for each class
+  bilevel-clean mine.csv --out runs/mine --decisions decisions.csv --overwrite      after a review
+"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is what in the data."""
+
+    label: str | None = None
+    """Column of labels; numbers or words. By default "label"."""
+    checked: str | None = None
+    """Column that is true where a person has verified the label, or a file that lists those rows. By default
+    "checked"."""
+    image: str | None = None
+    """Column of image files."""
+    text: str | None = None
+    """Column of texts."""
+    columns: tuple[str, ...] | None = None
+    """Columns of numbers or categories to judge by. By default all the others."""
+    embeddings: Path | None = None
+    """A .npy file with one row of numbers for each row of the data."""
+    root: Path | None = None
+    """Folder that the image files are relative to. By default the folder of the data."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go, and what becomes of a run that is there."""
+
+    out: Path | None = None
+    """Folder for the results. By default runs/NAME, where NAME is that of the data."""
+    decisions: Path | None = None
+    """The review that was exported from report.html; what it keeps or relabels counts as checked."""
+    resume: bool = False
+    """Write what is missing in the run that is in --out, if data and settings are the same."""
+    overwrite: bool = False
+    """Replace the results in --out; other files there, and decisions.csv, stay."""
+    quiet: bool = False
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class Command:
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
+    """A .csv, .tsv, .parquet or .npz file, a folder of images with one folder for each class, or the word demo."""
+    reading: Reading
+    judging: Annotated[Cleaner, tyro.conf.arg(help="How the labels are judged.")]
+    output: Output
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """Read the command line; leave with code 2 and a suggestion where a flag is misspelt."""
+    style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    return tyro.cli(Command, prog="bilevel-clean", description=f"{ABOUT}\n\n{EXAMPLES}", args=argv, config=style)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = parse(argv)
+    keep_memory()
+    try:
+        print(run(command, argv))
+    except KeyboardInterrupt:
+        print("\nbilevel-clean: stopped. The same command begins again; with --resume it keeps what was written.",
+              file=sys.stderr)  # fmt: skip
+        return 130
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        print(f"bilevel-clean: error: {str(error).removeprefix('bilevel-clean: ')}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(command: Command, argv: Sequence[str]) -> str:
+    """Do what the command line says, and return what is printed at the end."""
+    begin, output, cleaner = time.perf_counter(), command.output, command.judging
+    folder = output.out or Path("runs") / (Path(command.data).stem or "data")
+    check_folder(folder, output.resume, output.overwrite)
+    how = {k: v for k, v in asdict(command.reading).items() if v is not None}
+    known = _demo(command, how)
+    data = command.data if known is None else (known.x, known.given, known.checked)
+    found = resumed(folder, cleaner, data, how, output.decisions) if output.resume else None
+    if found is None:
+        with tqdm(total=100, disable=output.quiet, bar_format="{l_bar}{bar}| {elapsed}") as bar:
+            found = cleaner.fit(data, **how, decisions=output.decisions, progress=lambda *step: _show(bar, *step))
+    words = [word for word in argv if word not in ("--resume", "--overwrite", "--quiet")]
+    comparison = None if known is None else Comparison.of(known, found.frame, cleaner.seed)
+    written = write(folder, found, shlex.join(["bilevel-clean", *words]), comparison, keep=output.resume)
+    parts = [found.trust(), _reviewed(found), _files(folder, written, time.perf_counter() - begin)]
+    if comparison is not None:
+        parts += [comparison.text(), f"plot    {comparison.draw(folder / 'comparison')}"]
+    parts.append(_next(folder, words, output.decisions))
+    return "\n\n".join(filter(None, parts))
+
+
+def _demo(command: Command, how: dict[str, Any]) -> Demo | None:
+    """The data of the demo, if that is meant: the word is a path where there is one of that name."""
+    if command.data != "demo" or Path("demo").exists():
+        return None
+    if how:
+        flags = ", ".join(f"--{name}" for name in how)
+        raise ValueError(f"bilevel-clean: the demo has data of its own and takes no {flags}; leave it out.")
+    return demo(command.judging.seed)
+
+
+def _show(bar: tqdm[Any], share: float, words: str) -> None:
+    bar.set_description_str(words)
+    bar.update(round(100 * share) - bar.n)
+
+
+def _reviewed(cleaner: Cleaner) -> str:
+    """How many decisions were applied."""
+    review = cleaner.fitted.decisions
+    if review is None:
+        return ""
+    counts = ", ".join(f"{n} {name}" for name, n in review["decision"].value_counts().items())
+    return f"{len(review)} decisions were applied ({counts or 'the file has none'})."
+
+
+def _files(folder: Path, written: list[str], seconds: float) -> str:
+    if not written:
+        return f"Nothing was missing in {folder}: the same data, the same settings, every file there ({seconds:.0f} s)."
+    return f"{', '.join(written)} written to {folder} in {seconds:.0f} s."
+
+
+def _next(folder: Path, words: Sequence[str], decisions: Path | None) -> str:
+    """What to do now, with the command to paste."""
+    review = () if decisions else ("--decisions", "decisions.csv")
+    rerun = shlex.join(["bilevel-clean", *words, *review, "--overwrite"])
+    return f"Next: open {folder / REPORT}, review the suspects, export decisions.csv, then run\n  {rerun}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""The cleaner: settings, a fit, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+
+from . import stored, trust
+from .decisions import COLUMNS, decided, read_decisions
+from .features import features
+from .judge import judge
+from .read import fingerprint, read
+from .rows import Rows
+from .verdict import Verdict
+
+FILE = "cleaner.npz"
+Suspects = Literal["drop", "relabel", "keep"]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit leaves behind.
+
+    fingerprint: of the rows. words: what the features are.
+    path: where the data was read from; None for data in memory. how: the arguments of `read`.
+    decisions: the review that was applied to the rows, if any.
+    """
+
+    rows: Rows
+    verdict: Verdict
+    fingerprint: str
+    words: str
+    path: str | None
+    how: dict[str, Any]
+    decisions: pd.DataFrame | None
+
+
+@dataclass(eq=False)
+class Cleaner:
+    """Find wrong labels with the help of a few labels that were checked.
+
+    The attributes are the settings, as in scikit-learn; `sklearn.base.clone` copies them.
+
+        cleaner = Cleaner().fit("photos.csv", label="label", checked="checked")
+        print(cleaner.trust())         # how far the result can be trusted
+        cleaner.issues()               # the suspects, the most suspicious one first
+        cleaner.report("report.html")  # a page to review them in
+        cleaner.cleaned()              # the table without them
+    """
+
+    features: str = "auto"
+    """How rows become numbers: auto, pixels, patches, tfidf, columns, or the name of a torchvision or timm model."""
+    weights: Path | None = None
+    """The file with the weights of the model that features names."""
+    seed: int = 0
+    """Seed of every random choice; the same seed gives the same result."""
+    device: str = "cpu"
+    """Where models are trained: cpu, cuda, cuda:1, ..."""
+    threads: int | None = None
+    """Number of processor threads; PyTorch decides where it is not given."""
+    _fit: Fit | None = field(default=None, init=False, repr=False)
+
+    # --- fitting -----------------------------------------------------------------------------------------------
+
+    def fit(
+        self,
+        data: Any,
+        label: str | None = None,
+        checked: Any = None,
+        *,
+        image: str | None = None,
+        text: str | None = None,
+        columns: Any = None,
+        embeddings: Any = None,
+        root: Any = None,
+        decisions: str | Path | pd.DataFrame | None = None,
+        progress: Any = None,
+    ) -> Cleaner:
+        """Judge the label of every row of the data, and return the cleaner itself.
+
+        data: a path, a pandas DataFrame, a Hugging Face data set, the NumPy arrays (x, y, checked), or Rows.
+        label, checked, image, text, columns, embeddings, root: what is what in the data; see `read`.
+        decisions: a review that was exported from the report, as a file or a frame. What it keeps or relabels counts as
+        checked.
+        progress: a function that is called with the share of the work that is done, and what is being done.
+        """
+        self._validate()
+        how = {"label": label, "checked": checked, "image": image, "text": text, "columns": columns,
+               "embeddings": embeddings, "root": root}  # fmt: skip
+        how = {name: value for name, value in how.items() if value is not None}
+        if isinstance(data, Rows) and how:
+            raise TypeError(f"bilevel-clean: rows that were read already take no {', '.join(how)}; got both.")
+        rows = data if isinstance(data, Rows) else read(data, **how)
+        review = None if decisions is None else read_decisions(decisions, rows)
+        rows = rows if review is None else decided(rows, review)
+        with _threads(self.threads):
+            x = features(rows, self.features, seed=self.seed, weights=self.weights)
+            verdict = judge(x.x, rows.y, rows.checked, classes=len(rows.classes), names=rows.classes, seed=self.seed,
+                            progress=progress)  # fmt: skip
+        path = str(Path(data).absolute()) if isinstance(data, (str, Path)) else None
+        self._fit = Fit(rows, verdict, fingerprint(rows), x.words, path, how, review)
+        return self
+
+    def _validate(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"bilevel-clean: threads must be at least 1; got {self.threads}.")
+        if self.seed < 0:
+            raise ValueError(f"bilevel-clean: seed must not be negative; got {self.seed}.")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:  # torch raises either, by device
+            why = str(error).splitlines()[0]
+            raise ValueError(f"bilevel-clean: device {self.device!r} can't be used here ({why}); use cpu.") from error
+
+    # --- results -----------------------------------------------------------------------------------------------
+
+    @property
+    def fitted(self) -> Fit:
+        """Everything that the last fit, or load, has left."""
+        if self._fit is None:
+            raise AttributeError("bilevel-clean: this cleaner has no result yet; call fit(data) first.")
+        return self._fit
+
+    @property
+    def rows(self) -> Rows:
+        """The data as it was read, with the decisions applied."""
+        return self.fitted.rows
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is believed of each row that was judged."""
+        return self.fitted.verdict
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """One line for each row of the data, with its index: is_label_issue, label_score (the probability that the
+        given label is right; NaN for a skipped row), given_label, suggested_label, checked, skipped (why a row was not
+        judged, or nothing) and name."""
+        rows, verdict = self.rows, self.verdict
+        names, n, unused = np.array(rows.classes, dtype=object), len(rows.table), rows.skipped["row"].to_numpy(int)
+        columns: dict[str, Any] = {
+            "is_label_issue": _spread(verdict.issue, rows.used, n, False),
+            "label_score": _spread(verdict.score, rows.used, n, np.nan),
+            "given_label": _spread(names[verdict.given], rows.used, n, ""),
+            "suggested_label": _spread(names[verdict.suggested], rows.used, n, ""),
+            "checked": _spread(verdict.checked, rows.used, n, False),
+            "skipped": _spread(rows.skipped["reason"].to_numpy(object), unused, n, ""),
+            "name": _spread(np.array([*rows.names, *rows.skipped["name"]], object), [*rows.used, *unused], n, ""),
+        }
+        if (review := self.fitted.decisions) is not None:  # the judge was given the labels that were decided
+            columns["given_label"][review["row"]] = review["given_label"]
+        return pd.DataFrame(columns, index=rows.table.index)
+
+    def issues(self) -> pd.DataFrame:
+        """The lines of `frame` whose label is called wrong, the most suspicious one first."""
+        frame = self.frame
+        return frame[frame["is_label_issue"]].sort_values("label_score", kind="stable")
+
+    def trust(self) -> str:
+        """How far the result can be trusted, in a few lines of text: counts, estimates and warnings."""
+        return trust.text(self.rows, self.verdict)
+
+    def cleaned(self, suspects: Suspects = "drop") -> pd.DataFrame:
+        """The table that was given, with its index and columns, after cleaning.
+
+        The decisions of a review are applied. The suspects that are left are dropped, relabelled with the suggested
+        label, or kept. Rows that were skipped have no label or no readable content, and are left out.
+        """
+        if suspects not in ("drop", "relabel", "keep"):
+            raise ValueError(f"bilevel-clean: suspects is drop, relabel or keep; got {suspects!r}.")
+        rows, issue = self.rows, self.verdict.issue
+        y = np.where(issue, self.verdict.suggested, rows.y) if suspects == "relabel" else rows.y
+        stay = np.flatnonzero(~issue) if suspects == "drop" else np.arange(len(issue))
+        table = rows.table.iloc[rows.used[stay]].copy()
+        if suspects == "relabel" or self.fitted.decisions is not None:
+            labels = pd.Series([rows.values[c] for c in y[stay]], index=table.index, dtype=object)
+            table[rows.label] = labels.astype(table[rows.label].dtype)
+        return table
+
+    def report(
+        self, path: str | Path, *, title: str | None = None, command: str = "", table: pd.DataFrame | None = None
+    ) -> list[Path]:
+        """Write a page to review the suspects in, and return the files that were written.
+
+        command: how the page can be made again. table: a comparison to show on the page.
+        """
+        from .report import write_report
+
+        if self.rows.content is None:
+            self._attach(self.fitted.path)
+        fitted = self.fitted
+        return write_report(
+            Path(path), fitted.rows, fitted.verdict, title=title or fitted.rows.title, settings=self.get_params(),
+            command=command, table=table, decisions=fitted.decisions,
+        )  # fmt: skip
+
+    # --- settings and files ------------------------------------------------------------------------------------
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """The settings by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    def set_params(self, **params: Any) -> Cleaner:
+        """Change settings by name, and return the cleaner itself."""
+        unknown = sorted(params.keys() - self.get_params().keys())
+        if unknown:
+            known = ", ".join(self.get_params())
+            raise ValueError(f"bilevel-clean: there is no setting {', '.join(unknown)}; the settings are {known}.")
+        for name, value in params.items():
+            setattr(self, name, value)
+        return self
+
+    def save(self, folder: str | Path) -> Path:
+        """Write settings, table and verdict, but no images or embeddings, to a file in the folder; return its path."""
+        fit, path = self.fitted, Path(folder) / FILE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        more = {
+            "params": self.get_params(),
+            "decisions": None if fit.decisions is None else fit.decisions.to_dict(orient="records"),
+            "how": {k: v for k, v in fit.how.items() if isinstance(v, (str, Path, list, tuple))},  # others are data
+            **{k: getattr(fit, k) for k in ("fingerprint", "words", "path")},
+        }
+        stored.save(path, fit.rows, fit.verdict, more)
+        return path
+
+    @classmethod
+    def load(cls, folder: str | Path, data: Any = None) -> Cleaner:
+        """Read a cleaner that was saved in the folder.
+
+        data: what it was fitted to. Only `report` needs it, and only where that was not a path.
+        """
+        rows, verdict, more = stored.load(Path(folder) / FILE)
+        params, review = more.pop("params"), more.pop("decisions")
+        cleaner = cls(**{**params, "weights": params["weights"] and Path(params["weights"])})
+        decisions = None if review is None else pd.DataFrame(review, columns=COLUMNS)
+        cleaner._fit = Fit(rows, verdict, decisions=decisions, **more)
+        if data is not None:
+            cleaner._attach(data)
+        return cleaner
+
+    def _attach(self, data: Any) -> None:
+        """Read again what a saved cleaner does not hold, after making sure that it is the same data."""
+        fit = self.fitted
+        if data is None:
+            raise ValueError(
+                "bilevel-clean: a saved cleaner holds no images, texts or embeddings to show, and these did not come "
+                "from a file; give the data again, with Cleaner.load(folder, data)."
+            )
+        rows = data if isinstance(data, Rows) else read(data, **fit.how)
+        rows = rows if fit.decisions is None else decided(rows, fit.decisions)
+        if fingerprint(rows) != fit.fingerprint:
+            raise ValueError("bilevel-clean: the data is not what this cleaner was fitted to; call fit(data) again.")
+        self._fit = replace(fit, rows=rows)
+
+
+def _spread(values: Any, places: Any, n: int, empty: Any) -> Any:
+    """An array of n values: these at their places, and what stands for nothing elsewhere."""
+    full = np.full(n, empty, dtype=values.dtype)
+    full[places] = values
+    return full
+
+
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    """Let torch use this number of threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,134 @@
+"""A cleaning run on disk: the files it consists of, and whether a run that is there can be continued."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .. import runs, tables
+from . import trust
+from .cleaner import FILE, Cleaner
+from .compare import Comparison
+from .decisions import decided, read_decisions
+from .read import fingerprint, read
+from .rows import Rows
+
+REPORT = "report.html"
+# cleaner.npz is written first: where it is, the others can be made again without another fit.
+FILES = (FILE, "label_issues.csv", "suspects.csv", "cleaned.csv", REPORT, "results.json")
+
+
+def check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Before the work begins: fail where a run is in the folder and nobody said what to do with it, or where nothing
+    can be written."""
+    if resume and overwrite:
+        raise ValueError("bilevel-clean: --resume keeps a run and --overwrite replaces it; give one of them.")
+    there = [name for name in FILES if (folder / name).exists()]
+    if there and not (resume or overwrite):
+        raise FileExistsError(
+            f"bilevel-clean: {folder} holds a run already ({', '.join(there)}). Use --resume to write what is missing "
+            "in it, --overwrite to replace it, or another --out."
+        )
+    parent = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    if not parent.is_dir():
+        raise NotADirectoryError(f"bilevel-clean: {folder} can't be made, as {parent} is a file; use another --out.")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"bilevel-clean: nothing can be written in {parent}; use another --out.")
+
+
+def resumed(folder: Path, cleaner: Cleaner, data: Any, how: dict[str, Any], decisions: Path | None) -> Cleaner | None:
+    """The cleaner that was saved in the folder, with the data attached; None where there is none.
+
+    Fails where its settings or its data are not those of now.
+    """
+    if not (folder / FILE).exists():
+        return None
+    old = Cleaner.load(folder)
+    then, now = old.get_params(), cleaner.get_params()
+    other = [f"{k} was {then[k]} and is {now[k]}" for k in now if then[k] != now[k] and k != "threads"]
+    if other:
+        raise ValueError(
+            f"bilevel-clean: the run in {folder} has other settings ({'; '.join(other)}). Use the same, or --overwrite."
+        )
+    rows = read(data, **how)
+    new = rows if decisions is None else decided(rows, read_decisions(decisions, rows))
+    if old.fitted.fingerprint != fingerprint(new):
+        raise ValueError(
+            f"bilevel-clean: the data is not that of the run in {folder}: {changes(old.rows, new)}. Use --overwrite to "
+            "judge it anew."
+        )
+    return Cleaner.load(folder, rows)
+
+
+def changes(old: Rows, new: Rows) -> str:
+    """What differs between two versions of the same data, in words."""
+    was, now = _by_name(old), _by_name(new)
+    both = was.keys() & now.keys()
+    counts = {
+        "rows were added": len(now.keys() - was.keys()),
+        "rows were removed": len(was.keys() - now.keys()),
+        "labels were changed": sum(was[k][0] != now[k][0] for k in both),
+        "rows are checked that were not, or the reverse": sum(was[k][1] != now[k][1] for k in both),
+    }
+    told = [f"{count:,} {words}" for words, count in counts.items() if count]
+    return ", ".join(told) or "the contents of rows were changed"
+
+
+def _by_name(rows: Rows) -> dict[str, tuple[str, bool]]:
+    return {n: (rows.classes[y], bool(c)) for n, y, c in zip(rows.names, rows.y, rows.checked, strict=True)}
+
+
+def write(folder: Path, cleaner: Cleaner, command: str, comparison: Comparison | None, keep: bool) -> list[str]:
+    """Write the files of the run, or with keep those that are missing; return their names.
+
+    comparison: with other methods, where the truth is known; shown in the report and stored in results.json.
+    """
+    makers: dict[str, Callable[[Path], Any]] = {
+        FILE: lambda path: cleaner.save(path.parent),
+        "label_issues.csv": lambda path: _table(path, cleaner.frame),
+        "suspects.csv": lambda path: _table(path, cleaner.issues()),
+        "cleaned.csv": lambda path: _table(path, cleaner.cleaned(), index=_index_matters(cleaner)),
+        REPORT: lambda path: cleaner.report(path, command=command, table=comparison and comparison.table),
+        "results.json": lambda path: runs.write_text(path, results(cleaner, command, comparison)),
+    }
+    todo = [name for name in FILES if not (keep and (folder / name).exists())]
+    for name in todo:  # a kill between two files must not leave old ones beside a new cleaner
+        if name != FILE:
+            (folder / name).unlink(missing_ok=True)
+    for name in todo:
+        makers[name](folder / name)
+    return todo
+
+
+def results(cleaner: Cleaner, command: str, comparison: Comparison | None) -> str:
+    """The document results.json: how it was made, and every figure."""
+    rows, verdict = cleaner.rows, cleaner.verdict
+    document = {
+        "command": command,
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in cleaner.get_params().items()},
+        "versions": runs.versions(),
+        "data": {"title": rows.title, "kind": rows.kind, "note": rows.note, "fingerprint": cleaner.fitted.fingerprint},
+        "features": cleaner.fitted.words,
+        "method": verdict.method,
+        "trust": trust.figures(rows, verdict),
+        "noise_matrix": {"classes": rows.classes, "given_by_true_class": verdict.noise.tolist()},
+        "seconds": verdict.seconds,
+        **({} if comparison is None else {"comparison": comparison.figures}),
+    }
+    return json.dumps(tables.plain(document), indent=1, ensure_ascii=False) + "\n"
+
+
+def _table(path: Path, frame: pd.DataFrame, index: bool = True) -> None:
+    label = list(frame.index.names) if frame.index.nlevels > 1 else frame.index.name or "row"
+    runs.write_text(path, frame.to_csv(index=index, index_label=label))
+
+
+def _index_matters(cleaner: Cleaner) -> bool:
+    """Whether the index says what the columns do not: which row of an array it was, or a name."""
+    table = cleaner.rows.table
+    return set(table.columns) <= {"label", "checked", "truth"} or not isinstance(table.index, pd.RangeIndex)
