@@ -1,0 +1,170 @@
+"""From the results of `benchmarks.cleaning` to tables, a page and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bilevel_recipes.tables import Block
+from bilevel_recipes.tables import screen as in_columns
+
+from .cleaning_methods import METHODS
+from .cleaning_sets import SETS, SOURCES
+from .report import grid
+
+Results = dict[str, Any]
+LEVEL = 0.005  # a method this close to the best is level with it, or one within the best one's standard deviation
+QUALITY = {"f1": "F1", "ap": "Average precision", "p100": "Precision at 100"}
+COLOURS = dict(zip(METHODS, ("#d62728", "#1f77b4", "#17becf", "#2ca02c", "#7f7f7f"), strict=True))
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def figures(results: Results, key: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """{set: {method: (mean, standard deviation)}} over the seeds, without the sets that have no such figure."""
+    out: dict[str, dict[str, tuple[float, float]]] = {}
+    for name in (n for n in SETS if n in results.get("results", {})):
+        for method in (m for m in METHODS if m in results["results"][name]):
+            found = [row[key] for row in results["results"][name][method].values() if row[key] is not None]
+            if found:
+                spread = float(np.std(found, ddof=1)) if len(found) > 1 else float("nan")
+                out.setdefault(name, {})[method] = (float(np.mean(found)), spread)
+    return out
+
+
+def leaders(row: dict[str, tuple[float, float]]) -> set[str]:
+    """The best method and those that are level with it."""
+    best, spread = max(row.values())
+    return {method for method, (mean, _) in row.items() if mean >= best - max(LEVEL, np.nan_to_num(spread))}
+
+
+def table(results: Results, key: str, title: str) -> Block:
+    """Sets as lines, methods as columns, the leaders in bold; last, on how many sets a method leads."""
+    rows = figures(results, key)
+    methods = [m for m in METHODS if any(m in row for row in rows.values())]
+    lead = {name: leaders(row) for name, row in rows.items()}
+    lines = [[name, *(_cell(row.get(m), m in lead[name]) for m in methods)] for name, row in rows.items()]
+    led = ["best or level", *(f"{sum(m in found for found in lead.values())} of {len(lead)}" for m in methods)]
+    return title, ["set", *methods], [*lines, led]
+
+
+def _cell(found: tuple[float, float] | None, leads: bool) -> str:
+    if found is None:
+        return "–"
+    mean, spread = found
+    text = f"{mean:.3f}" if np.isnan(spread) else f"{mean:.3f} ± {spread:.3f}"
+    return f"**{text}**" if leads else text
+
+
+def counts(results: Results, key: str, title: str, keep: Callable[[str], bool], form: str) -> Block:
+    """Means alone, of the sets that are kept."""
+    rows = {name: row for name, row in figures(results, key).items() if keep(name)}
+    methods = [m for m in METHODS if any(m in row for row in rows.values())]
+    lines = [[name, *(f"{row[m][0]:{form}}" if m in row else "–" for m in methods)] for name, row in rows.items()]
+    return title, ["set", *methods], lines
+
+
+def blocks(results: Results) -> list[Block]:
+    clean = counts(results, "false_alarms", "False alarms where no label is wrong", lambda n: not SETS[n].rate, ".1f")
+    seconds = counts(results, "cpu_seconds", "Seconds of CPU time, without the features", lambda n: True, ".1f")
+    return [*(table(results, key, title) for key, title in QUALITY.items()), clean, seconds]
+
+
+def screen(results: Results) -> str:
+    """The tables as plain text, and what is missing."""
+    absent = [f"{name}: not run: {why}" for name, why in results.get("missing", {}).items()]
+    shown = [(title, head, [[c.strip("*") for c in line] for line in lines]) for title, head, lines in blocks(results)]
+    return "\n".join([in_columns(block for block in shown if block[2]), *absent])
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, results: Results) -> None:
+    """Write cleaning.md and cleaning.png."""
+    (folder / "cleaning.md").write_text(markdown(results), encoding="utf-8")
+    picture(folder / "cleaning.png", results)
+
+
+NOTES = """\
+- **F1**: of the labels called wrong, among the rows that nobody has checked. **Average precision** and **precision at
+  100** judge the ranking alone, wherever the line is drawn (precision among the 100 lowest scores, or among as many as
+  there are wrong labels if these are fewer; ties count with their expectation).
+- **Bold**: the best mean, and each that is within 0.005 or within the best one's standard deviation of it.
+- All methods see the same features (`bilevel_recipes.clean.features`, `auto`), the given labels and which are checked.
+- **cleanlab**: `find_label_issues` and `get_label_quality_scores` with their defaults, on probabilities from five folds
+  of all rows, the checked ones with their right labels among them. Its model is scikit-learn's logistic regression as
+  it comes; *cleanlab-regularised*: C of 10⁻⁵ to 10² by cross-validation (on at most 10,000 rows);
+  *cleanlab-knn*: the nearest neighbours, k of 10, 20, 35 and 50 by cross-validation.
+- **checked-alone**: a logistic regression of the checked rows, C by cross-validation; a label is called wrong
+  where another one is predicted.
+- Published labels count as true, and a few of them are wrong: no method can reach 1 everywhere.""".splitlines()
+
+
+def markdown(results: Results) -> str:
+    seeds = max((len(s) for row in results["results"].values() for s in row.values()), default=0)
+    page = [
+        "# Finding wrong labels: many kinds of data sets", "",
+        f"Finished {results['when']}. {origin(results)} Mean ± standard deviation of {seeds} draws. Made by", "",
+        "```", f"python -m benchmarks.cleaning --data-root DIR --seeds {seeds} --threads {results['threads']} "
+        "--out docs/results", "```", "",
+        *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
+    ]  # fmt: skip
+    for title, head, lines in blocks(results):
+        if lines:
+            page += [f"## {title}", "", *grid(head, lines), ""]
+    return "\n".join([*page, *the_sets(results)]) + "\n"
+
+
+def origin(results: Results) -> str:
+    m = results["machine"]
+    packages = ", ".join(f"{name} {version(name)}" for name in ("scikit-learn", "cleanlab", "numpy"))
+    threads = f"{results['threads']} thread" + "s" * (results["threads"] > 1)
+    return f"{m['cpu']}, {threads}, {m['memory_gib']} GiB, Python {m['python']}, torch {m['torch']}, {packages}."
+
+
+def the_sets(results: Results) -> list[str]:
+    """What each set is, which were not run, and where the files come from."""
+    missing = results.get("missing", {})
+    sets = [
+        f"| {name} | {plan.title}{f'. **Not run: {missing[name]}**' if name in missing else ''} |"
+        for name, plan in SETS.items()
+    ]
+    files = [
+        f"| {name} | {', '.join(f'`{f}`' for f in o.files) or '–'} | {o.published} |" for name, o in SOURCES.items()
+    ]
+    return [
+        "## The sets", "", "| set | what it is |", "| --- | --- |", *sets, "",
+        "The share of wrong labels is that among the rows that are not checked. *Uniform*: any row gets any other "
+        "class. *Pairwise*: class c becomes c + 1. *Class-dependent*: every other class has wrong labels, at rates "
+        "that triple from the first to the last of them. The rows, the checked ones and the wrong labels are drawn "
+        "anew by each seed.",
+        "", "## The files", "", "Any one of the files in a `--data-root`.", "",
+        "| source | file | published at |", "| --- | --- | --- |", *files,
+    ]  # fmt: skip
+
+
+def picture(file: Path, results: Results) -> None:
+    """A dot for each method and set; F1 on the left, average precision on the right."""
+    from matplotlib.figure import Figure
+
+    names = list(figures(results, "f1"))
+    if not names:
+        return
+    figure = Figure(figsize=(11, 1.2 + 0.34 * len(names)), layout="constrained")
+    for ax, key in zip(figure.subplots(1, 2, sharey=True), ("f1", "ap"), strict=True):
+        rows = figures(results, key)
+        for method, colour in COLOURS.items():
+            at = [i for i, name in enumerate(names) if method in rows[name]]
+            style = {"marker": "D", "s": 44, "zorder": 4} if method == "ours" else {"marker": "o", "s": 30, "zorder": 3}
+            ax.scatter([rows[names[i]][method][0] for i in at], at, color=colour, label=method, alpha=0.85, **style)
+        ax.set(title=QUALITY[key], yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.4, -0.6))
+        ax.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    figure.savefig(file, dpi=110)
