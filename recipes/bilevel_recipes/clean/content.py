@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +19,8 @@ from .sources import Source, find_column
 
 # Columns that say something about the label, written by this program or by a benchmark: never features.
 ABOUT_LABELS = frozenset(["checked", "truth", "is_label_issue", "label_score", "given_label", "suggested_label"])
-_IMAGE_NAMES = frozenset(
-    "file path image images img filename filepath file_name file_path image_path img_path image_file".split()
-)
-_TEXT_NAMES = frozenset(
-    "text texts sentence review body content comment message tweet document title description utterance question".split()
-)
+_IMAGE_NAMES = re.compile("(image|img|file|picture)?_?(file|path|name|image|img|picture)s?")
+_TEXT_NAMES = re.compile("(text|sentence|review|body|content|comment|message|tweet|document|description|question)s?")
 _ID_NAMES = frozenset(["id", "index", "row", "unnamed: 0", "uuid", "guid", "key"])
 _WORDS = 4  # a string column with fewer words in a cell, on average, holds categories
 
@@ -89,9 +86,7 @@ def _named_columns(table: pd.DataFrame, names: list[Any], taken: set[Any]) -> Ch
         )
     wrong = [name for name in names if not (_is_numeric(table[name]) or _is_category(table[name]))]
     if wrong:
-        raise ValueError(
-            f"bilevel-clean: the columns {_listed(wrong)} hold neither numbers nor text; convert them, or leave them out."
-        )
+        raise ValueError(f"bilevel-clean: the columns {_listed(wrong)} hold neither numbers nor text; leave them out.")
     return Choice("table", names, f"Features: {_count(names)}.")
 
 
@@ -132,7 +127,7 @@ def _is_images(name: Any, column: pd.Series) -> bool:
     cells = column.dropna().head(1000).tolist()
     if cells and all(isinstance(cell, Mapping) and {"bytes", "path"} & set(cell) for cell in cells):
         return True
-    if str(name).lower() not in _IMAGE_NAMES or not cells:
+    if not _IMAGE_NAMES.fullmatch(str(name).lower()) or not cells:
         return False
     images = [isinstance(c, bytes) or Path(str(c)).suffix.lower() in SUFFIXES for c in cells]
     return sum(images) > len(images) / 2
@@ -141,7 +136,7 @@ def _is_images(name: Any, column: pd.Series) -> bool:
 def _text_columns(table: pd.DataFrame, candidates: list[Any]) -> list[Any]:
     """Return the columns of several words; of more than one, those with the name of a text if there are any."""
     strings = {c: _words(table[c]) for c in candidates if _is_string(table[c])}
-    named = [c for c in strings if str(c).lower() in _TEXT_NAMES]
+    named = [c for c in strings if _TEXT_NAMES.fullmatch(str(c).lower())]
     long = [c for c, words in strings.items() if words >= _WORDS and _distinct(table[c]) > 0.5]
     found = [c for c in named if strings[c] >= 2 or len(candidates) == 1]
     return [c for c in found if c in long] or found or long
@@ -280,5 +275,6 @@ def _read_npy(path: Path) -> NDArray[Any]:
         )
         raise ValueError(f"bilevel-clean: {path} {why}; write it with numpy.save.") from error
     if not isinstance(found, np.ndarray):
+        found.close()
         raise ValueError(f"bilevel-clean: {path} is an .npz with several arrays; write one array with numpy.save.")
     return np.array(found)

@@ -16,8 +16,8 @@ from .sources import Source, read_delimited
 
 _TRUE, _FALSE = {"1", "1.0", "true", "t", "yes", "y"}, {"", "0", "0.0", "false", "f", "no", "n"}
 HOW = (
-    "Say which labels a person has verified: a column `checked` of true and false (or checked=COLUMN), a file that lists "
-    "their names or row numbers, a second folder of images, or in Python one boolean for each row. 50 to 500 are usual."
+    "Say which labels a person has verified: a column `checked` of true and false (or checked=COLUMN), a file that "
+    "lists their names or row numbers, a second folder of images, or in Python one boolean for each row."
 )
 
 
@@ -52,8 +52,8 @@ def checked_rows(source: Source, checked: Any, column: Any, names: list[str]) ->
     marks = pd.Series(list(checked))
     if len(marks) != len(table):
         raise ValueError(
-            f"bilevel-clean: checked has {len(marks)} entries, but the table has {len(table)} rows; give one boolean for "
-            "each row."
+            f"bilevel-clean: checked has {len(marks)} entries, but the table has {len(table)} rows; give one boolean "
+            "for each row."
         )
     return _booleans(marks, "checked")
 
@@ -64,8 +64,8 @@ def _booleans(column: pd.Series, what: str) -> NDArray[np.bool_]:
     if wrong:
         count = int(text.isin(wrong).sum())
         raise ValueError(
-            f"bilevel-clean: {what} holds {', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''} in {count} rows; true, "
-            "yes and 1 mean checked, and false, no, 0 and nothing mean not checked."
+            f"bilevel-clean: {what} holds {', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''} in {count} rows; "
+            "true, yes and 1 mean checked, and false, no, 0 and nothing mean not checked."
         )
     return text.isin(_TRUE).to_numpy(np.bool_)
 
@@ -128,7 +128,7 @@ def _entries(path: Path) -> list[str]:
         return [entry for entry in table[column] if entry.strip()]
     if len(table.columns) > 1:
         raise ValueError(
-            f"bilevel-clean: {path} has the columns {', '.join(map(str, table.columns))}; the one that lists the checked "
-            "rows is called name, file or row."
+            f"bilevel-clean: {path} has the columns {', '.join(map(str, table.columns))}; the one that lists the "
+            "checked rows is called name, file or row."
         )
     return lines

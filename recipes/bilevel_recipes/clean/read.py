@@ -16,13 +16,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from .content import Choice, choose, load, name_images, read_embeddings, usable_numbers
-from .decisions import take
 from .marks import HOW, checked_column, checked_rows
-from .rows import Rows, fingerprint
+from .rows import Rows, fingerprint, take
 from .sources import Source, find_column, open_source, refuse_duplicates
 
 __all__ = ["Rows", "fingerprint", "read"]
 
+_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?(e[-+]?\d+)?")
 _MISSING_NAMES = frozenset(["nan", "na", "n/a", "null", "none", "<na>", "?"])
 
 
@@ -72,7 +72,7 @@ def read(
     classes = _sorted([labels[row] for row in used], source.order.get(given, []))
     source.warnings += content.pop("warnings") + _name_warnings(classes)
     for part in ("content", "shown"):
-        content[part] = content[part] if len(keep) == len(rows) or content[part] is None else take(content[part], keep)
+        content[part] = content[part] if len(keep) == len(rows) else take(content[part], keep)
     return Rows(
         title=source.title, table=source.table, used=used, checked=marks[used], classes=classes, **content,
         y=pd.Categorical([labels[row] for row in used], categories=classes).codes.astype(np.int64),
@@ -156,7 +156,7 @@ def _sorted(labels: list[Any], order: list[str]) -> list[str]:
     classes = set(labels)
     if order:
         return [name for name in order if name in classes]
-    if all(re.fullmatch(r"-?\d+(\.\d+)?", name) for name in classes):
+    if all(map(_NUMBER.fullmatch, classes)):
         return sorted(classes, key=lambda name: (float(name), name))
     return sorted(classes)
 
@@ -194,8 +194,8 @@ def _refuse(labels: list[str | None], marks: NDArray[np.bool_], reasons: dict[in
     if len(reasons) > len(labels) / 2:
         first = "".join(f"\n  {names[row]}: {reasons[row]}" for row in sorted(reasons)[:5])
         raise ValueError(
-            f"bilevel-clean: {len(reasons)} of {len(labels)} rows can't be used. The first are:{first}\nCorrect them, or "
-            "choose other columns with label=, image=, text= or columns=."
+            f"bilevel-clean: {len(reasons)} of {len(labels)} rows can't be used. The first are:{first}\nCorrect them, "
+            "or choose other columns with label=, image=, text= or columns=."
         )
     used = [row for row in range(len(labels)) if row not in reasons]
     given = np.array([labels[row] for row in used], dtype=object)
@@ -208,8 +208,8 @@ def _refuse(labels: list[str | None], marks: NDArray[np.bool_], reasons: dict[in
         raise ValueError("bilevel-clean: all rows are checked, so there is nothing to judge; leave some unchecked.")
     if len(set(given[checked])) == 1:
         raise ValueError(
-            f"bilevel-clean: all {checked.sum()} checked rows are of one class, {given[checked][0]!r}; check rows of every "
-            "class."
+            f"bilevel-clean: all {checked.sum()} checked rows are of one class, {given[checked][0]!r}; check rows "
+            "of every class."
         )
 
 
@@ -220,14 +220,12 @@ def _refuse_classes(classes: set[str], rows: int) -> None:
         )
     if len(classes) <= rows / 2:
         return
-    if len(classes) > 50 and all(re.fullmatch(r"-?\d+\.\d+(e-?\d+)?|-?\d+(e-?\d+)?", name) for name in classes):
-        whole = all(name.lstrip("-").isdecimal() for name in classes)
-        if not whole:
-            raise ValueError(
-                f"bilevel-clean: the label column has {len(classes)} different numbers in {rows} rows; it looks like "
-                "numbers to regress. Choose a column of classes with label=."
-            )
+    if len(classes) > 50 and all(map(_NUMBER.fullmatch, classes)) and any("." in name for name in classes):
+        raise ValueError(
+            f"bilevel-clean: the label column has {len(classes)} different numbers in {rows} rows; it looks like "
+            "numbers to regress. Choose a column of classes with label=."
+        )
     raise ValueError(
-        f"bilevel-clean: there are {len(classes)} classes in {rows} rows, so most classes have one row. Is another column "
-        "the label? Choose it with label=."
+        f"bilevel-clean: there are {len(classes)} classes in {rows} rows, so most classes have one row. Is another "
+        "column the label? Choose it with label=."
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from pandas import util
 
 Kind = Literal["images", "text", "table", "embeddings"]
 
@@ -50,6 +51,15 @@ class Rows:
     shown_kind: Kind | None = None
 
 
+def take(content: Any, positions: NDArray[np.int64]) -> Any:
+    """Return these entries of a list, an array or a frame; None for None."""
+    if content is None:
+        return None
+    if isinstance(content, pd.DataFrame):
+        return content.iloc[positions]
+    return content[positions] if isinstance(content, np.ndarray) else [content[i] for i in positions]
+
+
 def fingerprint(rows: Rows) -> str:
     """Return a SHA-256 of labels, checked marks, content and class names: it changes when one of them does."""
     digest = hashlib.sha256(repr((rows.kind, rows.classes, len(rows.y))).encode())
@@ -63,7 +73,8 @@ def _arrays(content: Any) -> list[NDArray[Any]]:
     """Return the content as arrays of plain bytes or numbers, with nothing of it lost."""
     if isinstance(content, pd.DataFrame):
         head = np.frombuffer(repr(list(content.columns)).encode(), np.uint8)
-        return [head, pd.util.hash_pandas_object(content, index=False).to_numpy()]
+        hashes: Any = util.hash_pandas_object  # its module is loaded lazily, which hides the type
+        return [head, hashes(content, index=False).to_numpy()]
     if isinstance(content, np.ndarray):
         return [content]
     return [np.frombuffer(i.encode("utf-8", "surrogatepass"), np.uint8) if isinstance(i, str) else i for i in content]

@@ -65,8 +65,8 @@ def open_source(data: Any, as_text: list[str], verified: Path | None) -> Source:
     if _is_hugging_face(data):
         return _hugging_face(data)
     raise TypeError(
-        f"bilevel-clean: data is a path ({_KNOWN}), a pandas DataFrame, a datasets.Dataset, or arrays as a dict with x, "
-        f"y and checked; got {type(data).__name__}."
+        f"bilevel-clean: data is a path ({_KNOWN}), a pandas DataFrame, a datasets.Dataset, or arrays as a dict with "
+        f"x, y and checked; got {type(data).__name__}."
     )
 
 
@@ -114,8 +114,12 @@ def read_delimited(path: Path, as_text: list[str] | None = None) -> pd.DataFrame
             warnings.simplefilter("error", pd.errors.ParserWarning)  # where a line has more cells than the header
             head = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how).iloc[0]
             refuse_duplicates(head.tolist(), str(path))
-            literal = {name: str for name in head if as_text is None or name in as_text}
-            return pd.read_csv(path, converters=literal, index_col=False, low_memory=False, **how)
+            literal = [name for name in head if as_text is None or name in as_text]
+            table = pd.read_csv(path, index_col=False, low_memory=False, **how)
+            if literal:
+                raw = pd.read_csv(path, usecols=literal, index_col=False, dtype=str, na_filter=False, **how)
+                table[literal] = raw[literal]
+            return table
     except (pd.errors.ParserError, pd.errors.ParserWarning, UnicodeError) as error:
         raise ValueError(
             f"bilevel-clean: {path} is not a table in UTF-8 with as many cells in each line as in its header ({error})."
@@ -254,9 +258,9 @@ def _arrays(parts: dict[str, Any], title: str = "arrays") -> Source:
     missing = [key for key in ("x", "y") if key not in parts]
     if missing:
         raise ValueError(
-            f"bilevel-clean: {title} has no {' and no '.join(missing)}, but {', '.join(parts) or 'nothing'}. It needs x "
-            "(N × H × W, N × H × W × 3 or N × D numbers), y (N labels) and checked (N booleans); columns of other names "
-            "can be given as a pandas DataFrame."
+            f"bilevel-clean: {title} has no {' and no '.join(missing)}, but {', '.join(parts) or 'nothing'}. It needs "
+            "x (N × H × W, N × H × W × 3 or N × D numbers), y (N labels) and checked (N booleans); columns of other "
+            "names can be given as a pandas DataFrame."
         )
     x = _content(parts["x"], title)
     columns = {"label": "y", "checked": "checked", "truth": "truth"}
