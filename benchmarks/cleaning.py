@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.cleaning", description=__doc__,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     p.add_argument("--data-root", type=Path, action="append", default=[], metavar="DIR",
-                   help="where the files are; may be given several times; a set without its file is left out")  # fmt: skip
+                   help="where the files are; may be given several times; what is missing is not run")  # fmt: skip
     p.add_argument("--sets", type=listing(SETS), default=list(SETS), metavar="A,B", help="some of " + ", ".join(SETS))
     p.add_argument("--methods", type=listing(METHODS), default=list(METHODS), metavar="A,B",
                    help="some of " + ", ".join(METHODS))  # fmt: skip
@@ -106,7 +106,7 @@ def measure(one: Loaded, method: str, seed: int) -> Results:
     wall, cpu = time.perf_counter(), time.process_time()
     found = METHODS[method](one, seed)
     took = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-    return plain({**evaluate(one, found), **took, "features": one.fingerprint})
+    return plain({**evaluate(one, found), **took, "feature_seconds": one.seconds, "features": one.fingerprint})
 
 
 def stored(results: Results, name: str, method: str) -> Results:

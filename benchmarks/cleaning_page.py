@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,18 +60,25 @@ def _cell(found: tuple[float, float] | None, leads: bool) -> str:
     return f"**{text}**" if leads else text
 
 
-def counts(results: Results, key: str, title: str, keep: Callable[[str], bool], form: str) -> Block:
-    """Means alone, of the sets that are kept."""
-    rows = {name: row for name, row in figures(results, key).items() if keep(name)}
-    methods = [m for m in METHODS if any(m in row for row in rows.values())]
-    lines = [[name, *(f"{row[m][0]:{form}}" if m in row else "–" for m in methods)] for name, row in rows.items()]
-    return title, ["set", *methods], lines
+def means(rows: dict[str, dict[str, tuple[float, float]]], title: str) -> Block:
+    """Means alone."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    lines = [[name, *(f"{row[c][0]:.1f}" if c in row else "–" for c in columns)] for name, row in rows.items()]
+    return title, ["set", *columns], lines
 
 
 def blocks(results: Results) -> list[Block]:
-    clean = counts(results, "false_alarms", "False alarms where no label is wrong", lambda n: not SETS[n].rate, ".1f")
-    seconds = counts(results, "cpu_seconds", "Seconds of CPU time, without the features", lambda n: True, ".1f")
-    return [*(table(results, key, title) for key, title in QUALITY.items()), clean, seconds]
+    alarms = {name: row for name, row in figures(results, "false_alarms").items() if not SETS[name].rate}
+    made = figures(results, "feature_seconds")
+    seconds = {
+        name: {"features": next(iter(made[name].values())), **row}
+        for name, row in figures(results, "cpu_seconds").items()
+    }
+    return [
+        *(table(results, key, title) for key, title in QUALITY.items()),
+        means(alarms, "False alarms where no label is wrong"),
+        means(seconds, "Seconds of CPU time; those of the features come to each method"),
+    ]
 
 
 def screen(results: Results) -> str:

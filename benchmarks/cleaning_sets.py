@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from bilevel_recipes import data
-
-try:
-    from bilevel_recipes.clean.features import features
-except ImportError:
-    from benchmarks.fallback_features import features
+from bilevel_recipes import data, patches
+from bilevel_recipes.clean.features import features
 from bilevel_recipes.clean.rows import Kind, Rows
 
 Labels = NDArray[np.int64]
@@ -323,7 +320,8 @@ def _quotas(y: Labels, noise: Noise, rate: float, classes: int) -> list[tuple[li
 class Loaded:
     """What a method may see (x, given, checked, classes), and what it is judged by (truth).
 
-    x: M × D features, float32. fingerprint: of x, so that a result can tell which features it was computed with.
+    x: M × D features, float32. fingerprint: of x and the given labels, so that a result can tell what it was computed
+    with. seconds: of CPU time that the features took.
     """
 
     x: NDArray[np.float32]
@@ -333,6 +331,7 @@ class Loaded:
     classes: int
     names: list[str]
     fingerprint: str
+    seconds: float = 0.0
 
 
 def load_set(name: str, seed: int, roots: Sequence[Path] = (), cache: Path = CACHE) -> Loaded:
@@ -342,19 +341,23 @@ def load_set(name: str, seed: int, roots: Sequence[Path] = (), cache: Path = CAC
     file = cache / f"{name}-{seed}-{_code(SETS[name])}.npz"
     if not file.is_file():
         noisy = draw(read(SETS[name].source, roots), SETS[name], seed)
+        start = time.process_time()
         x = np.ascontiguousarray(features(noisy.as_rows(name), seed=0).x, dtype=np.float32)
+        seconds = time.process_time() - start
         cache.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}.tmp.npz")
-        np.savez(part, x=x, given=noisy.given, truth=noisy.truth, checked=noisy.checked, names=np.array(noisy.names))
+        truth, names = noisy.truth, np.array(noisy.names)
+        np.savez(part, x=x, given=noisy.given, truth=truth, checked=noisy.checked, names=names, seconds=seconds)
         part.replace(file)  # another process sees the whole file, or none
     with np.load(file) as found:
         x, names = found["x"], [str(n) for n in found["names"]]
         mark = hashlib.blake2b(x.tobytes() + found["given"].tobytes(), digest_size=8).hexdigest()
-        return Loaded(x, found["given"], found["truth"], found["checked"], len(names), names, mark)
+        given, truth, checked = (found[key] for key in ("given", "truth", "checked"))
+        return Loaded(x, given, truth, checked, len(names), names, mark, float(found["seconds"]))
 
 
 def _code(plan: Draw) -> str:
     """A fingerprint of what the cached arrays depend on."""
     drawing = [inspect.getsource(function) for function in (draw, _order, wrong_labels, _quotas)]
-    making = Path(str(inspect.getsourcefile(features))).read_text()
-    return hashlib.blake2b("\n".join([repr(plan), *drawing, making]).encode(), digest_size=4).hexdigest()
+    making = [Path(str(inspect.getsourcefile(part))).read_text() for part in (features, patches)]
+    return hashlib.blake2b("\n".join([repr(plan), *drawing, *making]).encode(), digest_size=4).hexdigest()
