@@ -91,6 +91,20 @@ def test_the_index_and_the_table_of_a_frame_stay_the_users() -> None:
     assert rows.skipped.to_dict("records") == [{"row": 5, "name": "r5", "reason": "no label"}]
 
 
+def test_a_csv_of_a_spreadsheet_program_and_columns_that_are_numbers(tmp_path: Path) -> None:
+    table().to_csv(tmp_path / "mine.csv", index=False, sep=";", encoding="utf-8-sig")
+    rows = read(tmp_path / "mine.csv")
+    assert list(rows.content) == ["a", "b"]
+    assert rows.classes == ["cat", "dog"]
+    cells = [png(i) for i in range(12)]
+    frame = pd.DataFrame({0: ["cat", "dog"] * 6, 1: cells})
+    rows = read(frame, label=0, image=1, checked=[True] * 4 + [False] * 8)
+    assert [int(p[0, 0]) for p in rows.content] == list(range(12))
+    assert rows.label == 0
+    assert frame[1].tolist() == cells  # the user's own frame is not changed
+    assert rows.table[1].tolist() == rows.names == [str(i) for i in range(12)]
+
+
 def arrays(n: int = 12) -> dict[str, Any]:
     return {
         "x": RNG.integers(0, 256, (n, 5, 4), dtype=np.uint8),
@@ -445,6 +459,7 @@ def test_checked_marks_of_every_type(tmp_path: Path, marks: Any, way: str) -> No
         ("list.txt", "r2\n r5 \n\nr2\n"),
         ("list.csv", "name,why\nr2,sure\nr5,\n"),
         ("list.csv", "File\nr2\nr5\n"),
+        ("list.csv", ",name\n0,r2\n1,r5\n"),
         ("list.csv", "r2\nr5\n"),
         ("list.tsv", "x\trow\n1\t2\n2\t5\n"),
     ],
@@ -640,6 +655,8 @@ def test_other_refusals(tmp_path: Path) -> None:
         read(tmp_path / "void")
     with pytest.raises(ValueError, match=r"the folder of checked images .* has no images"):
         read(folder(tmp_path / "pets"), checked=tmp_path / "void")
+    with pytest.raises(ValueError, match="root goes with image paths in a table; pets has the images"):
+        read(tmp_path / "pets", root=tmp_path)
     with pytest.raises(ValueError, match="pets does not say which labels were checked"):
         read(tmp_path / "pets")
     for name in ("train", "test"):

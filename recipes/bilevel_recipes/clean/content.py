@@ -200,7 +200,8 @@ def name_images(source: Source, column: Any) -> None:
         source.cells = cells
         names = [cell.get("path") if isinstance(cell, Mapping) else cell for cell in cells]
         names = [name if isinstance(name, str) else str(row) for row, name in enumerate(names)]
-        source.table = source.table.assign(**{str(column): names})
+        source.table = source.table.copy(deep=False)  # the user's own frame is not changed
+        source.table[column] = names
     if source.names is None:
         found = source.table[column]
         source.names = [str(name) if isinstance(name, (str, Path)) else f"row {row}" for row, name in enumerate(found)]

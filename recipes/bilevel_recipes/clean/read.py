@@ -86,12 +86,14 @@ def _open(data: Any, label: Any, checked: Any, text: Any, root: str | Path | Non
     source = open_source(data, as_text, _second_folder(data, checked))
     if source.table.columns.nlevels > 1:
         raise ValueError("bilevel-clean: the columns of the table have several levels; flatten them to one name each.")
-    refuse_duplicates(list(source.table.columns), source.title)
+    refuse_duplicates([str(column) for column in source.table.columns], source.title)
     if source.table.empty:
         raise ValueError(f"bilevel-clean: {source.title} is empty; it needs columns, and a line for each row.")
     if root is not None:
         if not Path(root).is_dir():
             raise FileNotFoundError(f"bilevel-clean: root={str(root)!r} is not a folder.")
+        if source.cells is not None:
+            raise ValueError(f"bilevel-clean: root goes with image paths in a table; {source.title} has the images.")
         source.folder = Path(root)
     source.folder = Path(os.path.abspath(source.folder))
     return source

@@ -108,24 +108,33 @@ def _file(path: Path, as_text: list[str], verified: Path | None) -> Source:
 
 def read_delimited(path: Path, as_text: list[str] | None = None) -> pd.DataFrame:
     """Read a .csv or .tsv with a header, in UTF-8; these columns (without a list, all) are not parsed."""
-    how: dict[str, Any] = {"sep": "\t" if path.suffix.lower() == ".tsv" else ",", "encoding": "utf-8-sig"}
+    literal: dict[str, Any] = {"dtype": str, "na_filter": False}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # where a line has more cells than the header
-            head = pd.read_csv(path, header=None, nrows=1, dtype=str, keep_default_na=False, **how).iloc[0]
-            refuse_duplicates(head.tolist(), str(path))
-            literal = [name for name in head if as_text is None or name in as_text]
-            table = pd.read_csv(path, index_col=False, low_memory=False, **how)
-            if literal:
-                raw = pd.read_csv(path, usecols=literal, index_col=False, dtype=str, na_filter=False, **how)
-                table[literal] = raw[literal]
-            return table
+            how: dict[str, Any] = {"sep": _separator(path), "encoding": "utf-8-sig", "index_col": False}
+            head = pd.read_csv(path, header=None, nrows=1, **literal, **how).iloc[0].tolist()
+            refuse_duplicates(head, str(path))
+            if as_text is None:
+                return pd.read_csv(path, **literal, **how)
+            table = pd.read_csv(path, low_memory=False, **how)
+            raw = pd.read_csv(path, usecols=[name for name in head if name in as_text], **literal, **how)
+            return table.assign(**{str(name): raw[name] for name in raw})
     except (pd.errors.ParserError, pd.errors.ParserWarning, UnicodeError) as error:
         raise ValueError(
             f"bilevel-clean: {path} is not a table in UTF-8 with as many cells in each line as in its header ({error})."
         ) from error
     except pd.errors.EmptyDataError:
         raise ValueError(f"bilevel-clean: {path} is empty; it needs a header and a line for each row.") from None
+
+
+def _separator(path: Path) -> str:
+    """Return the tab of a .tsv, the semicolon that some spreadsheet programs write, or the comma."""
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    with open(path, encoding="utf-8-sig") as file:
+        head = file.readline(100_000)
+    return ";" if ";" in head and "," not in head else ","
 
 
 def refuse_duplicates(columns: list[Any], where: str) -> None:
@@ -162,8 +171,8 @@ def _images_below(folder: Path, without: Path | None = None) -> tuple[list[str],
 
 def _image_folder(folder: Path, verified: Path | None) -> Source:
     """Read the names of the images; the first folder of a path is the label."""
-    home = folder.absolute()
-    second = None if verified is None else verified.absolute()
+    home = Path(os.path.abspath(folder))
+    second = None if verified is None else Path(os.path.abspath(verified))
     files, others = _images_below(home, second)
     if not files:
         raise ValueError(f"bilevel-clean: the folder {folder} has no images; give one with a folder for each class.")
@@ -268,7 +277,7 @@ def _arrays(parts: dict[str, Any], title: str = "arrays") -> Source:
     source = Source(title, pd.DataFrame(), Path.cwd(), x)
     if "classes" in parts:
         source.order["label"] = _text(parts["classes"])
-        for key in table.keys() & {"label", "truth"}:
+        for key in [key for key in ("label", "truth") if key in table]:
             table[key] = _decode(table[key], source.order["label"], title, columns[key])
     if "names" in parts:
         source.names = _text(_column(parts["names"], "names", len(x), title))
