@@ -243,7 +243,7 @@ def _trust(rows: Rows, verdict: Verdict) -> dict[str, Any]:
             _percent(verdict.checked_accuracy),
             f"cross-validated; {_percent(verdict.base_accuracy)} by always naming the most frequent class",
         ),
-        ("Expected precision", _percent(verdict.expected_precision), "of the suspects are wrong indeed, as estimated"),
+        ("Expected precision", _percent(verdict.expected_precision), "expected share of suspects whose label is wrong"),
     ]
     share = verdict.noise_by_class
     order = [int(c) for c in np.argsort(-np.nan_to_num(share, nan=-1), kind="stable") if not math.isnan(share[c])]
@@ -262,7 +262,7 @@ def _trust(rows: Rows, verdict: Verdict) -> dict[str, Any]:
 
 
 def _percent(share: float) -> str:
-    return "unknown" if math.isnan(share) else f"{100 * share:.1f} %"
+    return "unknown" if math.isnan(share) else f"{100 * share:.1f}\u202f%"
 
 
 # --- behind the verdict ----------------------------------------------------------------------------------------

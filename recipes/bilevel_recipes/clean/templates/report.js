@@ -17,7 +17,7 @@
     element.append(...children.filter((c) => c !== null));
     return element;
   }
-  const bdi = (text, name) => make("bdi", { class: name, title: text }, text);
+  const bdi = (text, name = null) => make("bdi", { class: name, title: text }, text);
   const hidden = (text) => make("span", { class: "hidden" }, text);
   const count = (n) => n.toLocaleString("en");
   const label = (c) => D.classes[c];
@@ -110,7 +110,7 @@
     state = { ...DEFAULTS };
     for (const name of Object.keys(DEFAULTS)) if (typeof found[name] === "string") state[name] = found[name];
     if (!D.groups[state.view]) state.view = "suspects";
-    for (const name of ["given", "suggested"]) if (!(state[name] in D.classes)) state[name] = "";
+    for (const name of ["given", "suggested"]) if (!(/^\d+$/.test(state[name]) && +state[name] < D.classes.length)) state[name] = "";
   }
   function go(changes) {
     const next = { ...state, page: "1", ...changes };
@@ -169,37 +169,40 @@
     const cells = whole ? D.columns : D.columns.slice(0, CELLS);
     const more = D.columns.length - cells.length;
     const lines = cells.map((name, k) => make("tr", {}, make("th", { scope: "row" }, bdi(name)), make("td", {}, bdi(D.content[i][k]))));
-    if (more > 0) lines.push(make("tr", {}, make("th", { colspan: 2 }, "and " + count(more) + " more columns")));
-    return make("table", { class: "cells" }, make("tbody", {}, ...lines));
+    const table = make("table", { class: "cells" }, make("tbody", {}, ...lines));
+    return more > 0 ? make("div", {}, table, make("button", { type: "button", class: "more", onclick: () => enlarge() }, "All " + count(D.columns.length) + " columns")) : table;
   }
   function labels(i) {
-    if (D.suggested[i] < 0) return make("div", { class: "labels" }, hidden("given label "), bdi(label(D.given[i]), "given"));
-    return make("div", { class: "labels" }, hidden("given label "), bdi(label(D.given[i]), "given"),
-      make("span", { class: "arrow", "aria-hidden": "true" }, "→"), hidden(" suggested label "), bdi(label(D.suggested[i]), "suggested"));
+    const given = [hidden("given label "), bdi(label(D.given[i]), "given")];
+    if (D.suggested[i] < 0) return make("div", { class: "labels" }, ...given);
+    return make("div", { class: "labels" }, ...given, make("span", { class: "arrow", "aria-hidden": "true" }, "→"),
+      hidden(" suggested label "), bdi(label(D.suggested[i]), "suggested"));
   }
-  function meta(i) {
-    const score = D.score[i] === null ? null : make("span", { title: "probability that the given label is right" }, "score " + D.score[i].toFixed(3));
-    return make("div", { class: "meta" }, bdi(D.name[i], "name"), score);
+  function body(i) {
+    const score = D.score[i] === null ? null
+      : make("span", { class: "score", title: "score: probability that the given label is right" }, D.score[i] < 0.0005 ? "<0.001" : D.score[i].toFixed(3));
+    const undo = make("button", { type: "button", class: "undo", "aria-label": "Undo the decision on row " + D.name[i],
+      onclick: () => { decide(i, "undo"); focusCard(current); } }, "Undo");
+    return make("div", { class: "body" }, labels(i), make("div", { class: "line" }, bdi(D.name[i], "name"), score, undo), actions(i));
   }
-  function actions(i, after) {
+  function actions(i) {
     const button = (action, text, title) => make("button", { type: "button", "data-action": action, title,
-      "aria-label": title + ", row " + D.name[i], onclick: () => { act(i, action); after(); } }, text);
+      "aria-label": title + ", row " + D.name[i], onclick: () => act(i, action) }, text);
     const given = label(D.given[i]);
     return make("div", { class: "actions" },
       D.suggested[i] < 0 ? null : button("accept", "Accept", "Relabel as " + label(D.suggested[i])),
       button("keep", "Keep", "Keep the label " + given),
-      button("other", "Other…", "Choose the label"),
+      D.classes.length > 2 ? button("other", "Other…", "Choose the label") : null,
       button("drop", "Drop", "Drop the row"));
   }
   function card(i, k) {
-    const open = () => { current = k; enlarge(); };
-    const inside = D.content[i] === null ? content(i) : D.kind === "images" || D.kind === "text"
-      ? make("button", { type: "button", class: "content", "aria-label": "Enlarge " + D.name[i], onclick: open }, content(i))
-      : make("div", { class: "content", onclick: open }, content(i));
+    const show = content(i), attributes = { type: "button", class: "content", title: "Enlarge (E)", onclick: () => enlarge(k) };
+    if (D.kind === "images") attributes["aria-label"] = "Enlarge " + D.name[i];
+    const opens = D.content[i] !== null && (D.kind === "images" || D.kind === "text");
+    const inside = opens ? make("button", attributes, show) : make("div", { class: "content" }, show);
     const element = make("article", { class: "card", tabindex: k === 0 ? "0" : "-1", "data-k": k,
       "aria-label": "Row " + D.name[i] + ", given " + label(D.given[i]) },
-      inside, make("div", { class: "body" }, labels(i), meta(i), actions(i, () => {})),
-      make("button", { type: "button", class: "undo", "aria-label": "Undo the decision on row " + D.name[i], onclick: () => { decide(i, "undo"); focusCard(k); } }, "Undo"));
+      inside, body(i));
     element.addEventListener("focusin", () => { current = k; });
     return element;
   }
@@ -268,8 +271,8 @@
     $("active").textContent = active ? active + " active" : "";
     $("clear").hidden = !active;
     const what = { suspects: "suspect", rest: "other row", earlier: "earlier decision" }[state.view];
-    $("listed").textContent = count(listed.length) + " " + what + (listed.length === 1 ? "" : "s")
-      + (state.view === "earlier" ? "" : ", the most suspicious first");
+    $("listed").replaceChildren(count(listed.length) + " " + what + (listed.length === 1 ? "" : "s"),
+      make("span", {}, state.view === "earlier" ? "" : "most suspicious first; the number is the probability that the given label is right"));
   }
   function pagers() {
     const last = pages(), now = page();
@@ -303,13 +306,13 @@
       title: label(g) + " → " + label(s), onclick: () => go(on ? { given: "", suggested: "" } : { given: String(g), suggested: String(s) }) }, ...inside);
   }
   function matrix(counts, top) {
-    const head = make("tr", {}, make("th", { scope: "col" }, "given ↓"), ...D.classes.map((c) => make("th", { scope: "col", class: "turned" }, bdi(c))));
+    const head = make("tr", {}, make("td", { class: "corner" }), ...D.classes.map((c) => make("th", { scope: "col", class: "turned" }, bdi(c))));
     const lines = D.classes.map((c, g) => make("tr", {}, make("th", { scope: "row" }, bdi(c)), ...D.classes.map((_, s) => {
       const n = counts.get(g + " " + s);
       if (!n) return make("td", {});
       return make("td", { style: "--heat: " + Math.round(15 + 85 * n / top) + "%" }, pairButton(g, s, n, String(n)));
     })));
-    return [make("h3", {}, "Given → suggested; click a pair"),
+    return [make("h3", {}, "Given label (line) → suggested label (column)"),
       make("div", { class: "scroll" }, make("table", { class: "matrix" }, make("thead", {}, head), make("tbody", {}, ...lines)))];
   }
   function pairList(found) {
@@ -321,15 +324,18 @@
 
   /* ---- one row enlarged, and the choice of any class ---- */
 
-  function enlarge() {
+  let enlarged = 0;
+  function enlarge(k = current) {
+    current = enlarged = k;
     const i = shown[current], zoom = $("zoom");
-    if (i === undefined || D.content[i] === null) return;
+    if (i === undefined) return;
     const move = (by) => () => { step(by); };
     const foot = make("div", { class: "foot" },
       make("button", { type: "button", onclick: move(-1) }, "‹ Previous"), make("button", { type: "button", onclick: move(1) }, "Next ›"),
       make("button", { type: "button", onclick: () => zoom.close() }, "Close"));
-    zoom.replaceChildren(content(i, true), make("div", { class: "body" }, labels(i), meta(i), actions(i, () => {})), foot);
+    zoom.replaceChildren(content(i, true), body(i), foot);
     if (!zoom.open) zoom.showModal();
+    zoom.focus();
     paint(zoom, i);
   }
   function choose(i) {
@@ -467,7 +473,8 @@
 
   /* ---- start ---- */
 
-  for (const [name, [start, end]] of Object.entries(D.groups)) {
+  for (const name of Object.keys(VIEWS)) {
+    const [start, end] = D.groups[name];
     if (end === start && name !== "suspects") continue;
     const input = make("input", { type: "radio", name: "view", value: name });
     input.onchange = () => go({ view: name, given: "", suggested: "" });
@@ -494,7 +501,8 @@
   for (const button of document.querySelectorAll("[data-close]")) button.onclick = () => button.closest("dialog").close();
   for (const dialog of document.querySelectorAll("dialog")) {
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-    dialog.addEventListener("close", () => { if (!$("zoom").open) focusCard(current); });
+    /* the browser gives the focus back to the card that was enlarged first, which need not be the last one */
+    dialog.addEventListener("close", () => focusCard(dialog.id === "zoom" ? enlarged : current));
   }
   window.addEventListener("hashchange", () => { show(); if (afterShow) afterShow(); afterShow = null; });
   window.addEventListener("pagehide", () => { if (timer) save(); });
