@@ -324,9 +324,8 @@
 
   /* ---- one row enlarged, and the choice of any class ---- */
 
-  let enlarged = 0;
   function enlarge(k = current) {
-    current = enlarged = k;
+    current = k;
     const i = shown[current], zoom = $("zoom");
     if (i === undefined) return;
     const move = (by) => () => { step(by); };
@@ -334,7 +333,11 @@
       make("button", { type: "button", onclick: move(-1) }, "‹ Previous"), make("button", { type: "button", onclick: move(1) }, "Next ›"),
       make("button", { type: "button", onclick: () => zoom.close() }, "Close"));
     zoom.replaceChildren(content(i, true), body(i), foot);
-    if (!zoom.open) zoom.showModal();
+    if (!zoom.open) {
+      /* else the browser would give the focus back to the card that was enlarged first, not to the last one */
+      document.activeElement.blur();
+      zoom.showModal();
+    }
     zoom.focus();
     paint(zoom, i);
   }
@@ -501,8 +504,7 @@
   for (const button of document.querySelectorAll("[data-close]")) button.onclick = () => button.closest("dialog").close();
   for (const dialog of document.querySelectorAll("dialog")) {
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
-    /* the browser gives the focus back to the card that was enlarged first, which need not be the last one */
-    dialog.addEventListener("close", () => focusCard(dialog.id === "zoom" ? enlarged : current));
+    dialog.addEventListener("close", () => focusCard(current));
   }
   window.addEventListener("hashchange", () => { show(); if (afterShow) afterShow(); afterShow = null; });
   window.addEventListener("pagehide", () => { if (timer) save(); });
