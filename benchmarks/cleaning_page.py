@@ -116,7 +116,7 @@ def markdown(results: Results) -> str:
     seeds = max((len(s) for row in results["results"].values() for s in row.values()), default=0)
     page = [
         "# Finding wrong labels: many kinds of data sets", "",
-        f"Finished {results['when']}. {origin(results)} Mean ± standard deviation of {seeds} draws. Made by", "",
+        f"Finished {results['when']}. {origin(results)} Mean ± standard deviation; draws: {seeds}. Made by", "",
         "```", f"python -m benchmarks.cleaning --data-root DIR --seeds {seeds} --threads {results['threads']} "
         "--out docs/results", "```", "",
         *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
