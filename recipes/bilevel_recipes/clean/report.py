@@ -19,7 +19,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 from PIL import Image
 
-from .. import runs, tables
+from .. import runs
+from .decisions import COLUMNS as DECISION_COLUMNS
 from .decisions import review_key
 from .rows import Rows
 from .verdict import Verdict
@@ -85,7 +86,7 @@ def _data(
     path: Path, rows: Rows, verdict: Verdict, decisions: pd.DataFrame | None
 ) -> tuple[dict[str, Any], Path | None]:
     """What the script of the page works on, column by column, and the folder of the pictures if there is one."""
-    before = [] if decisions is None else tables.plain(decisions.to_numpy().tolist())
+    before = [] if decisions is None else decisions[DECISION_COLUMNS].to_numpy().tolist()
     groups, positions = _groups(rows, verdict, {line[0] for line in before})
     kind = rows.shown_kind or rows.kind
     columns = _columns(rows, verdict, positions, {line[0]: line for line in before})
