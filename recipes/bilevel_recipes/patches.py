@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,24 +12,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _SAMPLED = 50_000  # patches that the filters are learnt from
-_STATISTICS = 500  # images that mean and deviation of each feature are estimated from
+_STATISTICS = 1000  # images that the mean and deviation of each feature are estimated from
 _ITERATIONS = 10  # of k-means; the filters hardly move after that
-_CHUNK = 2**21  # numbers that one chunk of responses may have: 8 MB, which stays in the cache
+_CHUNK = 2**20  # numbers that one chunk of responses may have: 4 MB, which stay in the cache
+_GRID = 3  # an image is pooled in 3 × 3 parts
+SMALLEST = 4  # pixels of the shorter side
 
 
 @dataclass(frozen=True)
 class Patches:
-    """Filters, and how an image becomes the average response to each of them in its four quarters.
+    """Filters, and how an image becomes its mean response to each of them in 3 × 3 parts of the image.
 
-    A patch x is normalised, z = (x − mean(x)) / √(var(x) + flat), and whitened. Each centroid d of k-means on whitened
-    patches gives two features: max(0, d·z − θ) and max(0, −d·z − θ), averaged over the patches of a quarter.
+    A patch x is normalised, z = (x − mean(x)) / √(var(x) + flat), and whitened. Each centroid d that k-means finds
+    among whitened patches gives two features, max(0, d·z − θ) and max(0, −d·z − θ), averaged over the patches of
+    a part of the image. The features are the square roots of these averages, standardised.
     """
 
     filters: Tensor  # count × channels × size × size; whitening is part of them, and each has mean zero
     bias: Tensor  # count
     flat: float
     threshold: float
-    stride: int
     mean: Tensor  # of each feature
     deviation: Tensor
 
@@ -42,69 +44,85 @@ class Patches:
         seed: int = 0,
         *,
         threshold: float = 0.5,
-        stride: int | None = None,
         device: torch.device | str = "cpu",
     ) -> Patches:
         """Learn filters from images, N × H × W or N × H × W × 3.
 
-        size of a patch, count of filters and stride are chosen by the size and number of the images unless given.
+        size: the side of a patch in pixels. count: the number of filters, each of which gives 18 features. Both are
+        chosen by the size and number of the images unless they are given.
         """
         x = _channels_first(images)
         size = size or patch_size(*x.shape[2:])
-        default_count, default_stride = effort(x.size // x.shape[1])
-        stride = stride or default_stride
+        _refuse_if_smaller(x, size)
         flat = 0.0025 * float(x[:1000].var()) + 1e-12
         generator = torch.Generator().manual_seed(seed)
         patches = _normalised(_sample(x, size, generator).to(device), flat)
         mean, whitening = _whitening(patches)
-        centroids = _centroids((patches - mean) @ whitening, count or default_count, generator)
-        filters = centroids @ whitening  # d·(W(z − m)) = (dW)·z − dW·m
+        count = count or filter_count(x.size // x.shape[1])
+        filters = _centroids((patches - mean) @ whitening, count, generator) @ whitening  # d·W(z − m) = dW·z − dW·m
         bias = filters @ mean
-        filters = filters - filters.mean(1, keepdim=True)  # subtracts the mean of the patch
-        shape = (-1, x.shape[1], size, size)
-        none = torch.empty(0, device=device)
-        raw = cls(filters.reshape(shape), bias, flat, threshold, stride, none, none)
+        filters = filters - filters.mean(1, keepdim=True)  # so that they subtract the mean of a patch
+        raw = cls(filters.reshape(-1, x.shape[1], size, size), bias, flat, threshold, mean, mean)
         some = torch.randperm(len(x), generator=generator)[:_STATISTICS].numpy()
-        response = raw._pooled(x[some])
-        return cls(raw.filters, bias, flat, threshold, stride, response.mean(0), response.std(0, correction=0))
+        pooled = raw._pooled(x[some])
+        return replace(raw, mean=pooled.mean(0), deviation=pooled.std(0, correction=0))
 
     def encode(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """Return N × D standardised features of N images of the size and colour that the filters were learnt from."""
+        x = _channels_first(images)
+        if x.shape[1] != self.filters.shape[1]:
+            raise ValueError(
+                f"recipes.patches: the filters were learnt from images of {self.filters.shape[1]} colours; these have "
+                f"{x.shape[1]}."
+            )
+        _refuse_if_smaller(x, self.filters.shape[-1])
         scale = torch.where(self.deviation > 0, 1 / self.deviation, 0.0)
-        return ((self._pooled(_channels_first(images)) - self.mean) * scale).cpu().numpy()
+        return self._pooled(x).sub_(self.mean).mul_(scale).cpu().numpy()
 
     @torch.no_grad()
     def _pooled(self, x: NDArray[np.uint8]) -> Tensor:
-        size = self.filters.shape[-1]
-        outputs = [(side - size) // self.stride + 1 for side in x.shape[2:]]
-        chunk = max(1, _CHUNK // (len(self.filters) * outputs[0] * outputs[1]))
-        result = torch.empty(len(x), 8 * len(self.filters), device=self.filters.device)
+        count, _, size, _ = self.filters.shape
+        chunk = max(1, _CHUNK // (count * (x.shape[2] - size + 1) * (x.shape[3] - size + 1)))
+        result = torch.empty(len(x), 2 * _GRID**2 * count, device=self.filters.device)
         for start in range(0, len(x), chunk):
             part = torch.from_numpy(x[start : start + chunk]).to(self.filters.device).float()
             result[start : start + chunk] = self._responses(part)
         return result
 
     def _responses(self, x: Tensor) -> Tensor:
-        size, stride = self.filters.shape[-1], self.stride
-        centre = x - x.mean((1, 2, 3), keepdim=True)  # the variance below is a difference of squares
-        box = F.avg_pool2d(
-            torch.cat([centre.mean(1, keepdim=True), centre.square().mean(1, keepdim=True)], 1), size, stride
-        )
-        deviation = (box[:, 1:] - box[:, :1].square()).clamp_min(0).add(self.flat).sqrt()
-        z = F.conv2d(centre, self.filters, stride=stride).div_(deviation).sub_(self.bias[:, None, None])
-        up = F.adaptive_avg_pool2d((z - self.threshold).relu_(), 2)
-        down = F.adaptive_avg_pool2d(z.neg_().sub_(self.threshold).relu_(), 2)
-        return torch.cat([up, down], 1).flatten(1)
+        size = self.filters.shape[-1]
+        x = x - x.mean((1, 2, 3), keepdim=True)  # the variance below is a difference of squares
+        moments = torch.stack([x.mean(1), x.square().mean(1)], 1)
+        mean, square = F.avg_pool2d(moments, size, stride=1).split(1, dim=1)
+        deviation = (square - mean.square()).clamp_min(0).add(self.flat).sqrt()
+        z = F.conv2d(x, self.filters).div_(deviation).sub_(self.bias[:, None, None])
+        both = [F.adaptive_avg_pool2d(part.sub_(self.threshold).relu_(), _GRID) for part in (z.neg(), z)]
+        return torch.cat(both, 1).flatten(1).sqrt_()
 
 
 def patch_size(height: int, width: int) -> int:
-    """The side of a patch: 6 pixels, or less for images that are smaller than 18 pixels."""
-    return max(2, min(6, min(height, width) // 3))
+    """Return the side of a patch: 8 pixels, or a third of the shorter side of images that are smaller than 24."""
+    return max(2, min(8, round(min(height, width) / 3)))
 
 
-def effort(pixels: int) -> tuple[int, int]:
-    """Number of filters and stride for images that have so many pixels altogether."""
-    return (400, 1) if pixels <= 16_000_000 else (200, 2)
+def filter_count(pixels: int) -> int:
+    """Return the number of filters for images of so many pixels altogether: 200, but less above 10 million pixels."""
+    return max(50, min(200, 2_000_000_000 // pixels))
+
+
+def reduce(x: NDArray[np.float32], dimensions: int, whitening: float = 0.5, seed: int = 0) -> NDArray[np.float32]:
+    """Return the largest principal components u of the rows of x, each divided by its deviation to the power whitening.
+
+    0 keeps their variances, 1 makes all of them 1, which is what gradient descent likes best. The result is scaled as
+    a whole to variance 1 on average. The components are those of 10,000 rows if there are more.
+    """
+    from sklearn.decomposition import PCA
+
+    some = np.random.default_rng(seed).permutation(len(x))[:10_000] if len(x) > 10_000 else slice(None)
+    pca = PCA(min(dimensions, *x.shape), random_state=seed).fit(x[some])
+    variance = np.maximum(pca.explained_variance_, 1e-6 * pca.explained_variance_[0])
+    result = pca.transform(x) * (variance ** (-whitening / 2)).astype(np.float32)
+    return result / np.sqrt(np.square(result).mean())
 
 
 def _channels_first(images: Any) -> NDArray[np.uint8]:
@@ -113,11 +131,21 @@ def _channels_first(images: Any) -> NDArray[np.uint8]:
         raise ValueError(f"recipes.patches: images are one uint8 array, N × H × W or N × H × W × 3; got {got}.")
     if images.ndim == 4 and images.shape[-1] not in (1, 3):
         raise ValueError(f"recipes.patches: images have 1 or 3 colours, as the last dimension; got {images.shape}.")
-    if len(images) == 0 or min(images.shape[1:3]) < 4:
+    if len(images) == 0 or min(images.shape[1:3]) < SMALLEST:
         raise ValueError(
-            f"recipes.patches: at least one image, of 4 × 4 pixels or more, is needed; got {images.shape}."
+            f"recipes.patches: at least one image, of {SMALLEST} × {SMALLEST} pixels or more, is needed; got "
+            f"{images.shape}."
         )
     return images[:, None] if images.ndim == 3 else np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+
+def _refuse_if_smaller(x: NDArray[np.uint8], size: int) -> None:
+    most = min(x.shape[2:])
+    if not 2 <= size <= most - _GRID + 1:
+        raise ValueError(
+            f"recipes.patches: a patch of {size} × {size} pixels has no 3 × 3 places in images of {x.shape[2]} × "
+            f"{x.shape[3]} pixels; choose a size from 2 to {most - _GRID + 1}."
+        )
 
 
 def _sample(x: NDArray[np.uint8], size: int, generator: torch.Generator) -> Tensor:

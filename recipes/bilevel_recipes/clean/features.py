@@ -1,0 +1,248 @@
+"""Numbers that stand for each row of a data set: a dense matrix that a linear model can be trained on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from ..patches import SMALLEST, Patches, reduce
+from . import backbones
+from .content import read_embeddings
+from .rows import Kind, Rows
+
+Matrix = NDArray[np.float32]
+
+_LONGEST = 64  # pixels of the longer side; photographs are reduced to that for pixels and patches
+_HEAVY = 2.0  # a column with more skewness than this is compressed
+_LEVELS = 50  # one-hot columns of one categorical column; the rest of its levels share one
+_WORDS = 20_000  # entries of the vocabulary
+
+
+@dataclass(frozen=True)
+class Features:
+    """x: M × D finite numbers, about as large as standard normal ones. words: one sentence that says what they are."""
+
+    x: Matrix
+    words: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the functions below need to know besides the rows."""
+
+    dimensions: int
+    seed: int
+    quiet: bool
+
+
+def features(
+    rows: Rows,
+    kind: str = "auto",
+    *,
+    seed: int = 0,
+    weights: str | Path | None = None,
+    dimensions: int = 256,
+    quiet: bool = True,
+) -> Features:
+    """Return features of the used rows.
+
+    kind: "auto" chooses by the rows: patches for images, tfidf for text, columns for a table, embeddings as they are.
+    "pixels", "patches", "tfidf" and "columns" can be demanded. FILE.npy holds embeddings, one row for each row of the
+    input table (or of the used rows). "torchvision:NAME" and "timm:NAME" are the last layer but one of a model, whose
+    weights come from the file weights or were downloaded before.
+    dimensions: with more features than this, their largest principal components take their place.
+    """
+    start = time.perf_counter()
+    if weights is not None and ":" not in kind:
+        raise ValueError(
+            f"bilevel-clean: weights were given, but features {kind!r} are no model; choose --features "
+            "torchvision:NAME or timm:NAME."
+        )
+    if kind.endswith(".npy"):
+        x, words = _embeddings_file(rows, kind)
+    elif ":" in kind:
+        _refuse_unless(rows, kind, "images")
+        raw, words = backbones.encode(rows.content, kind, weights, quiet)
+        x = _standardised(raw)
+    else:
+        name = _automatic(rows) if kind == "auto" else kind
+        if name not in _KINDS:
+            raise ValueError(
+                f"bilevel-clean: there are no features {kind!r}; choose auto, {', '.join(_KINDS)}, a FILE.npy with "
+                "embeddings, torchvision:NAME or timm:NAME."
+            )
+        fitting, make = _KINDS[name]
+        _refuse_unless(rows, kind, fitting)
+        x, words = make(rows.content, Wanted(dimensions, seed, quiet))
+    x, words = _finish(x, words, dimensions, seed)
+    return Features(x, words, time.perf_counter() - start)
+
+
+def _automatic(rows: Rows) -> str:
+    if rows.kind == "images":
+        return "patches" if min(_common_size(rows.content)) >= SMALLEST else "pixels"
+    return {"text": "tfidf", "table": "columns", "embeddings": "embeddings"}[rows.kind]
+
+
+def _refuse_unless(rows: Rows, kind: str, fitting: Kind) -> None:
+    if rows.kind != fitting:
+        raise ValueError(
+            f"bilevel-clean: features {kind!r} are for {fitting}, but the content of {rows.title} is {rows.kind}; "
+            "choose --features auto."
+        )
+
+
+def _finish(x: Matrix, words: str, dimensions: int, seed: int) -> tuple[Matrix, str]:
+    """Drop constant features, and reduce those that are left to principal components if they are many."""
+    finite = np.isfinite(x).all(1)
+    if not finite.all():
+        raise ValueError(
+            f"bilevel-clean: the features of {int((~finite).sum())} rows are NaN or infinite, the first of them at "
+            f"position {int(np.argmin(finite))} of the used rows; correct these rows, or remove them."
+        )
+    varying = np.ptp(x, axis=0) > 0
+    if not varying.any():
+        raise ValueError("bilevel-clean: all rows have the same features, so nothing tells them apart; give others.")
+    x = x if varying.all() else x[:, varying]
+    if x.shape[1] > dimensions:
+        words += f" They are reduced to {min(dimensions, len(x))} principal components."
+        x = reduce(x, dimensions, seed=seed)
+    return np.ascontiguousarray(x, dtype=np.float32), words
+
+
+def _standardised(x: NDArray[Any]) -> Matrix:
+    """Give each column mean 0 and deviation 1; a constant column stays constant."""
+    x = x.astype(np.float32)
+    deviation = x.std(0)
+    return (x - x.mean(0)) / np.where(deviation > 1e-6 * np.abs(x).max(0), deviation, np.inf)
+
+
+# --- images ----------------------------------------------------------------------------------------------------
+
+
+def _patches(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
+    images = _one_size(content)
+    learnt = Patches.learn(images, seed=wanted.seed)
+    size, (height, width) = learnt.filters.shape[-1], images.shape[1:3]
+    words = (
+        f"The features are the responses of {len(learnt.filters)} filters of {size} × {size} pixels, learnt from the "
+        f"{_colour(images)} images themselves at {height} × {width} pixels, without labels."
+    )
+    return learnt.encode(images), words
+
+
+def _pixels(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
+    images = _one_size(content)
+    x = images.reshape(len(images), -1).astype(np.float32)
+    x -= x.mean(0)
+    words = f"The features are the pixels of the {_colour(images)} images at {images.shape[1]} × {images.shape[2]}."
+    # One scale for all pixels: with a scale of its own, a border pixel that is hardly ever set would count too much.
+    return x / max(float(x.std()), 1e-6), words
+
+
+def _colour(images: NDArray[np.uint8]) -> str:
+    return "colour" if images.ndim == 4 else "grey"
+
+
+def _common_size(content: Any) -> tuple[int, int]:
+    """Return the median height and width, reduced until the longer side has at most 64 pixels."""
+    height, width = np.median([image.shape[:2] for image in content], axis=0)
+    scale = min(1.0, _LONGEST / max(height, width))
+    return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _one_size(content: Any) -> NDArray[np.uint8]:
+    return backbones.resized(content, *_common_size(content))
+
+
+# --- text, tables, embeddings ----------------------------------------------------------------------------------
+
+
+def _tfidf(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    texts = list(content)
+    frequent = 2 if len(texts) >= 100 else 1
+    options: dict[str, Any] = {"dtype": np.float32}  # its annotation only knows float64
+    vectorizer = TfidfVectorizer(
+        ngram_range=(1, 2), sublinear_tf=True, min_df=frequent, max_features=_WORDS, strip_accents="unicode",
+        **options,
+    )  # fmt: skip
+    try:
+        table = vectorizer.fit_transform(texts)
+    except ValueError as error:
+        raise ValueError(
+            f"bilevel-clean: no word occurs in {frequent} of the {len(texts)} texts, so nothing relates them "
+            f"({error}); give embeddings of a language model with --features FILE.npy."
+        ) from error
+    words = f"The features are TF-IDF weights of {table.shape[1]} words and pairs of words"
+    count = max(1, min(wanted.dimensions, len(texts) - 1))
+    if table.shape[1] <= count:
+        return _unit_scale(table.toarray()), f"{words}."
+    x = TruncatedSVD(count, random_state=wanted.seed).fit_transform(table)
+    return _unit_scale(x), f"{words}, reduced to {count} dimensions."
+
+
+def _columns(content: pd.DataFrame, wanted: Wanted) -> tuple[Matrix, str]:
+    parts = [
+        _number(content[c]) if pd.api.types.is_numeric_dtype(content[c].dtype) else _levels(content[c]) for c in content
+    ]
+    words = f"The features are the {content.shape[1]} columns, numbers standardised and categories one-hot encoded."
+    return np.column_stack(parts), words
+
+
+def _number(column: pd.Series) -> Matrix:
+    """Standardise a column; with a long tail it is compressed first, so that no few rows outweigh all others."""
+    x = column.to_numpy(np.float64)
+    if np.abs(column.skew()) > _HEAVY:
+        distance = np.abs(x - np.median(x))
+        x = np.arcsinh((x - np.median(x)) / (np.median(distance) or distance.mean()))  # logarithmic in the tail
+    return _standardised(x[:, None])
+
+
+def _levels(column: pd.Series) -> Matrix:
+    """One 0-1 column for each frequent level, and one for all others; centred, and of deviation 1 if balanced."""
+    from sklearn.preprocessing import OneHotEncoder
+
+    encoder = OneHotEncoder(min_frequency=max(2, len(column) // 500), max_categories=_LEVELS, sparse_output=False)
+    hot = encoder.fit_transform(column.astype(object).where(column.notna(), "").astype(str).to_numpy()[:, None])
+    return (2 * (hot - hot.mean(0))).astype(np.float32)
+
+
+def _embeddings(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
+    return _standardised(content), f"The features are the embeddings, of {content.shape[1]} dimensions, standardised."
+
+
+def _embeddings_file(rows: Rows, path: str) -> tuple[Matrix, str]:
+    x = read_embeddings(path, len(rows.table))[rows.used]
+    bad = [rows.names[i] for i in np.flatnonzero(~np.isfinite(x).all(1))]
+    if bad:
+        raise ValueError(
+            f"bilevel-clean: {path} holds NaN or infinite values for {len(bad)} of the rows that are used: "
+            f"{', '.join(bad[:20])}{' …' if len(bad) > 20 else ''}. Compute these rows anew, or remove them."
+        )
+    return _standardised(x), f"The features are the embeddings in {path}, of {x.shape[1]} dimensions, standardised."
+
+
+def _unit_scale(x: Matrix) -> Matrix:
+    """Centre each column, and divide all of them by one number, so that they have variance 1 on average."""
+    x = x - x.mean(0)
+    return x / max(float(np.sqrt(np.square(x).mean())), 1e-12)
+
+
+_KINDS: dict[str, tuple[Kind, Callable[[Any, Wanted], tuple[Matrix, str]]]] = {
+    "patches": ("images", _patches),
+    "pixels": ("images", _pixels),
+    "tfidf": ("text", _tfidf),
+    "columns": ("table", _columns),
+    "embeddings": ("embeddings", _embeddings),
+}
