@@ -14,7 +14,7 @@ import tyro
 from tqdm import tqdm
 
 from ..malloc import keep_memory
-from .cleaner import Cleaner
+from .cleaner import Cleaner, limited
 from .compare import Comparison, Demo, demo
 from .run import REPORT, check_folder, resumed, write
 
@@ -29,40 +29,51 @@ EXAMPLES = """examples:
 """
 
 
+def _named(metavar: str) -> Any:
+    """How help shows a flag whose default its own sentence explains."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+Column = Annotated[str | None, _named("COLUMN")]
+File = Annotated[Path | None, _named("FILE")]
+Folder = Annotated[Path | None, _named("DIR")]
+Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+
+
 @dataclass(frozen=True)
 class Reading:
-    """What is what in the data."""
+    """What is what in the data. Everything that is not given is found out, and the report says how."""
 
-    label: str | None = None
-    """Column of labels; numbers or words. By default "label"."""
-    checked: str | None = None
-    """Column that is true where a person has verified the label, or a file that lists those rows. By default
-    "checked"."""
-    image: str | None = None
+    label: Column = None
+    """Column of the labels; without this flag, "label"."""
+    checked: Annotated[str | None, _named("COLUMN|FILE|DIR")] = None
+    """Which labels a person has verified: a column (without this flag, "checked"), a file that lists names or row
+    numbers, or a second folder of images."""
+    image: Column = None
     """Column of image files."""
-    text: str | None = None
+    text: Column = None
     """Column of texts."""
-    columns: tuple[str, ...] | None = None
-    """Columns of numbers or categories to judge by. By default all the others."""
-    embeddings: Path | None = None
-    """A .npy file with one row of numbers for each row of the data."""
-    root: Path | None = None
-    """Folder that the image files are relative to. By default the folder of the data."""
+    columns: Annotated[tuple[str, ...] | None, _named("COLUMN ...")] = None
+    """Columns of numbers or categories to judge by."""
+    embeddings: File = None
+    """A .npy file with one line of numbers for each row, to judge by instead."""
+    root: Folder = None
+    """Folder that the image files are in; without this flag, that of the data."""
 
 
 @dataclass(frozen=True)
 class Output:
     """Where results go, and what becomes of a run that is there."""
 
-    out: Path | None = None
-    """Folder for the results. By default runs/NAME, where NAME is that of the data."""
-    decisions: Path | None = None
+    out: Folder = None
+    """Folder for the results; without this flag, runs/NAME with the name of the data."""
+    decisions: File = None
     """The review that was exported from report.html; what it keeps or relabels counts as checked."""
-    resume: bool = False
-    """Write what is missing in the run that is in --out, if data and settings are the same."""
-    overwrite: bool = False
-    """Replace the results in --out; other files there, and decisions.csv, stay."""
-    quiet: bool = False
+    resume: Switch = False
+    """Write what is missing of the run in --out, if data and settings are still the same."""
+    overwrite: Switch = False
+    """Replace the run in --out; decisions.csv and other files there stay."""
+    quiet: Switch = False
     """Show no progress."""
 
 
@@ -110,7 +121,8 @@ def run(command: Command, argv: Sequence[str]) -> str:
         with tqdm(total=100, disable=output.quiet, bar_format="{l_bar}{bar}| {elapsed}") as bar:
             found = cleaner.fit(data, **how, decisions=output.decisions, progress=lambda *step: _show(bar, *step))
     words = [word for word in argv if word not in ("--resume", "--overwrite", "--quiet")]
-    comparison = None if known is None else Comparison.of(known, found.frame, cleaner.seed)
+    with limited(cleaner.threads):
+        comparison = None if known is None else Comparison.of(known, found.frame, cleaner.seed)
     written = write(folder, found, shlex.join(["bilevel-clean", *words]), comparison, keep=output.resume)
     parts = [found.trust(), _reviewed(found), _files(folder, written, time.perf_counter() - begin)]
     if comparison is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 import torch
+from threadpoolctl import threadpool_limits
 
 from . import stored, trust
 from .decisions import COLUMNS, decided, read_decisions
@@ -56,15 +57,15 @@ class Cleaner:
     """
 
     features: str = "auto"
-    """How rows become numbers: auto, pixels, patches, tfidf, columns, or the name of a torchvision or timm model."""
+    """How rows become numbers: auto, pixels, patches, tfidf, columns, FILE.npy, torchvision:NAME or timm:NAME."""
     weights: Path | None = None
-    """The file with the weights of the model that features names."""
+    """The file with the weights of a torchvision or timm model, where they were not downloaded before."""
     seed: int = 0
     """Seed of every random choice; the same seed gives the same result."""
     device: str = "cpu"
     """Where models are trained: cpu, cuda, cuda:1, ..."""
     threads: int | None = None
-    """Number of processor threads; PyTorch decides where it is not given."""
+    """Number of processor threads; None leaves that to PyTorch."""
     _fit: Fit | None = field(default=None, init=False, repr=False)
 
     # --- fitting -----------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ class Cleaner:
         rows = data if isinstance(data, Rows) else read(data, **how)
         review = None if decisions is None else read_decisions(decisions, rows)
         rows = rows if review is None else decided(rows, review)
-        with _threads(self.threads):
+        with limited(self.threads):
             x = features(rows, self.features, seed=self.seed, weights=self.weights)
             verdict = judge(x.x, rows.y, rows.checked, classes=len(rows.classes), names=rows.classes, seed=self.seed,
                             progress=progress)  # fmt: skip
@@ -160,8 +161,7 @@ class Cleaner:
 
     def issues(self) -> pd.DataFrame:
         """The lines of `frame` whose label is called wrong, the most suspicious one first."""
-        frame = self.frame
-        return frame[frame["is_label_issue"]].sort_values("label_score", kind="stable")
+        return self.frame.loc[lambda frame: frame["is_label_issue"]].sort_values(by="label_score", kind="stable")
 
     def trust(self) -> str:
         """How far the result can be trusted, in a few lines of text: counts, estimates and warnings."""
@@ -268,11 +268,12 @@ def _spread(values: Any, places: Any, n: int, empty: Any) -> Any:
 
 
 @contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Let torch use this number of threads for a while."""
+def limited(threads: int | None) -> Iterator[None]:
+    """Let torch and the libraries of linear algebra use this number of threads for a while; None changes nothing."""
     before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    with threadpool_limits(threads):
+        torch.set_num_threads(threads or before)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

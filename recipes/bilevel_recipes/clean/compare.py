@@ -72,7 +72,7 @@ def confident_learning(x: NDArray[Any], given: NDArray[np.int64], checked: NDArr
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
     folds = StratifiedKFold(5, shuffle=True, random_state=seed)
-    p = cross_val_predict(_classifier(seed), x, given, cv=folds, method="predict_proba")
+    p: Any = cross_val_predict(_classifier(seed), x, given, cv=folds, method="predict_proba")
     issue: Any = find_label_issues(given, p, n_jobs=1)
     score = np.asarray(get_label_quality_scores(given, p), float)
     return Found(np.asarray(issue, bool) & ~checked, np.where(checked, 1.0, score))
@@ -179,9 +179,9 @@ class Comparison:
         return plots.save(figure, path)
 
 
-def pixels(x: NDArray[np.uint8]) -> NDArray[np.float32]:
+def pixels(x: NDArray[np.uint8]) -> NDArray[Any]:
     """Images as rows of numbers in [0, 1]."""
-    return x.reshape(len(x), -1).astype(np.float32) / 255
+    return x.reshape(len(x), -1) / np.float32(255)
 
 
 def _classifier(seed: int) -> Any:

@@ -60,7 +60,7 @@ def _percent(share: float) -> str:
 
 
 def _worst(rows: Rows, verdict: Verdict) -> str:
-    """The noisiest of three or more classes; of two, both are worth a word."""
-    share = verdict.noise_by_class
-    order = [c for c in np.argsort(-share, kind="stable") if not math.isnan(share[c])][:WORST]
+    """The noisiest classes, in words."""
+    share = verdict.noise_by_class.tolist()
+    order = [c for c in np.argsort(-verdict.noise_by_class, kind="stable") if not math.isnan(share[c])][:WORST]
     return "; by given label, most in " + ", ".join(f"{rows.classes[c]} ({_percent(share[c])})" for c in order)
