@@ -270,7 +270,7 @@ def synchronisation(device: str) -> Iterator[Row]:
 
     def cleaning() -> tuple[bool | None, str]:
         case = Case((mlp, (8,)), device, torch.float32)
-        feed = batches((case.x[0], case.y[0]), torch.arange(N), 4, torch.Generator())
+        feed = batches((case.x[0], case.y[0]), 4, torch.Generator())
         next(feed)
         with bilevel.inner(case.model, case.h, mean_loss) as loop, no_sync(device):
             for _ in range(4):

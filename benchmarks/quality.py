@@ -39,8 +39,8 @@ def cleaners(asked: list[str]) -> dict[str, tuple[str, str]]:
 def clean(setting: Setting, solver: str, runner: str, root: str, cap: float) -> Result:
     """Outer steps until F1 has stayed above the highest target, or the time is up."""
     settings = Settings(dataset=("mnist",), data_root=root)
-    cut = mnist(settings, Job("mnist", "linear", 0.8, 0, solver, "validation", 1, 100, 0))
-    (x, y), truth = cut.train, cut.split.clean
+    cut = mnist(settings, Job("mnist", "linear", 0.8, 0, solver, 1, 100, 0))
+    (x, y), truth = cut.train, cut.clean
     lam = torch.zeros(len(y), requires_grad=True)
     batches = [(x, y, slice(None))], cut.validation
     model = build("linear", cut.shape, cut.classes, 0)

@@ -1,49 +1,83 @@
-"""What the commands of all recipes share: flags, the order of events, and errors in one line."""
+"""What the commands of all recipes share: flags, the order of events, and errors in one line.
+
+The flags of a command are the fields of its settings: name, type and default are the field's, the help is the string
+below it. The base classes of the settings are the groups of the help.
+"""
 
 from __future__ import annotations
 
-import argparse
+import math
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from . import ranks, runs
 from .malloc import keep_memory
 
-GRID = "several, separated by commas, make a grid"
 
-# group -> flag, type (bool: a switch), how help shows the value, what it means (and the default)
-Flags = Mapping[str, Sequence[tuple[str, Any, str | None, str]]]
+def value(
+    kind: Callable[[str], Any], shown: str, known: Sequence[str] | None = None,
+    least: float = -math.inf, below: float = math.inf, many: bool = False,
+) -> Any:  # fmt: skip
+    """How a flag reads its text: as one value, or with `many` as several that are separated by commas.
+
+    Each value must be among the known ones, at least `least`, and less than `below`.
+    """
+
+    def one(text: str) -> Any:
+        found = kind(text)
+        if known is not None and found not in known:
+            raise ValueError(f"there is no {found!r}; known: {', '.join(known)}")
+        if isinstance(found, (int, float)) and not least <= found < below:
+            limits = f"at least {least:g}" + (f" and less than {below:g}" if below < math.inf else "")
+            raise ValueError(f"it must be {limits}; got {text}")
+        return found
+
+    def read(texts: list[str]) -> Any:
+        if not many:
+            return one(texts[0])
+        parts = [part.strip() for part in texts[0].split(",")]
+        return tuple(one(part) for part in parts if part not in ("", "none"))
+
+    def write(found: Any) -> list[str]:
+        return [",".join(map(str, found)) or "none"] if many else [str(found)]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=f"{shown},…" if many else shown,
+        instance_from_str=read,
+        is_instance=lambda found: isinstance(found, tuple) == many,
+        str_from_instance=write,
+    )
 
 
-def listing(kind: Callable[[str], Any], known: Sequence[str] | None = None) -> Callable[[str], tuple[Any, ...]]:
-    """An argparse type: values separated by commas, each of them known."""
-
-    def parse(text: str) -> tuple[Any, ...]:
-        values = tuple(kind(part.strip()) for part in text.split(",") if part.strip() and part.strip() != "none")
-        wrong = [v for v in values if known is not None and v not in known]
-        if wrong:
-            raise argparse.ArgumentTypeError(f"no {', '.join(wrong)}; known: {', '.join(known or ())}")
-        return values
-
-    parse.__name__ = f"list of {kind.__name__}"
-    return parse
+def names(known: Sequence[str] | None = None) -> Any:
+    """Several names, separated by commas."""
+    return value(str, "|".join(known) if known else "NAME", known, many=True)
 
 
-NAMES, NUMBERS, RATES = listing(str), listing(int), listing(float)
+Count = Annotated[int, value(int, "N", least=1)]
+Counts = Annotated[tuple[int, ...], value(int, "N", least=1, many=True)]
+Whole = Annotated[int, value(int, "N", least=0)]
+Wholes = Annotated[tuple[int, ...], value(int, "N", least=0, many=True)]
+Rate = Annotated[float, value(float, "X", least=0)]
+Rates = Annotated[tuple[float, ...], value(float, "X", least=0, many=True)]
+Fractions = Annotated[tuple[float, ...], value(float, "R", least=0, below=1, many=True)]
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A recipe as a command.
 
-    paper: what --paper sets. writes: the files that --out gets. hint: what to do when values are not finite.
-    settings: the dataclass of the recipe's settings. defaults: what the command has otherwise than it.
-    check: fails on what is wrong before anything is written.
+    settings: the dataclass of the recipe's settings. paper: what --paper changes in it. writes: the files that --out
+    gets. hint: what to do when values are not finite. check: fails on what is wrong before anything is written.
     fingerprint: what a resumed run must share. run: (settings, folder, quiet) -> records.
     write: (settings, records, folder, command) -> the table in plain text, and the path of the report.
     """
@@ -51,86 +85,92 @@ class Recipe:
     module: str
     about: str
     examples: str
-    flags: Flags
+    settings: Callable[..., Any]
     paper: Mapping[str, Any]
     writes: str
     hint: str
-    settings: Callable[..., Any]
-    defaults: Mapping[str, Any]
     check: Callable[[Any], None]
     fingerprint: Callable[[Any], dict[str, Any]]
     run: Callable[[Any, Path, bool], list[dict[str, Any]]]
     write: Callable[[Any, list[dict[str, Any]], Path, str], tuple[str, Path]]
 
 
-def parser(recipe: Recipe) -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+@dataclass(frozen=True)
+class Output:
+    """Where the results go."""
+
+    out: Path
+    """The folder to write to."""
+    paper: bool = False
+    """Take the paper's protocol, with the settings named above, as defaults."""
+    resume: bool = False
+    """Go on with the run in --out, to the same result."""
+    quiet: bool = False
+    """Show no progress bars."""
+
+
+def parse(recipe: Recipe, argv: Sequence[str]) -> tuple[Any, Output]:
+    """Return the settings, and what to do with the results: flags over those of --paper over the defaults."""
+    start = recipe.settings(**(recipe.paper if "--paper" in argv else {}))
+    groups: dict[str, Any] = {base.__name__.lower(): base for base in type(start).__bases__}
+    parts = {name: base(**_values(start, base)) for name, base in groups.items()}
+    output = Output(Path("runs") / recipe.module.rpartition(".")[2])
+    flags = make_dataclass("Flags", [*((name, base, field()) for name, base in groups.items()), ("output", Output)])
+    found: Any = tyro.cli(
+        flags,
         prog=f"python -m {recipe.module}",
-        description=recipe.about,
-        epilog=recipe.examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"{recipe.about}\n--paper sets {_text(recipe.paper)}\n\n{recipe.examples}",
+        args=list(argv),
+        default=flags(**parts, output=output),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
-    for title, flags in recipe.flags.items():
-        group = p.add_argument_group(title)
-        for name, kind, shown, words in flags:
-            how: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": shown}
-            group.add_argument(f"--{name}", default=None, help=words.replace("%", "%%"), **how)
-    p.add_argument("--paper", action="store_true", help=f"the paper's protocol: {_text(recipe.paper)}")
-    out = Path("runs") / recipe.module.rpartition(".")[2]
-    p.add_argument("--out", type=Path, default=out, metavar="DIR", help=f"where to write {recipe.writes} ({out})")
-    p.add_argument("--resume", action="store_true", help="go on with the run in --out, to the same result")
-    p.add_argument("--quiet", action="store_true", help="no progress bars")
-    return p
+    given = {k: v for name, base in groups.items() for k, v in _values(getattr(found, name), base).items()}
+    return recipe.settings(**given), found.output
+
+
+def _values(settings: Any, group: Any) -> dict[str, Any]:
+    return {f.name: getattr(settings, f.name) for f in fields(group)}
 
 
 def _text(flags: Mapping[str, Any]) -> str:
-    def value(v: Any) -> str:
+    def shown(v: Any) -> str:
         return "" if v is True else " " + (",".join(map(str, v)) if isinstance(v, tuple) else str(v))
 
-    return " ".join(f"--{k.replace('_', '-')}{value(v)}" for k, v in flags.items())
-
-
-def settings(recipe: Recipe, args: argparse.Namespace) -> Any:
-    """The flags that were given, over those of --paper if that was, over the command's defaults."""
-    names = [name.replace("-", "_") for flags in recipe.flags.values() for name, *_ in flags]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return recipe.settings(**{**recipe.defaults, **(recipe.paper if args.paper else {}), **given})
+    return " ".join(f"--{k.replace('_', '-')}{shown(v)}" for k, v in flags.items())
 
 
 def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    p = parser(recipe)
-    args = p.parse_args(argv)
-    begin = time.perf_counter()
+    s, output = parse(recipe, argv)
+    begin, prog = time.perf_counter(), f"python -m {recipe.module}"
     keep_memory()
     try:
-        s = settings(recipe, args)
         ranks.join(s.device)
         recipe.check(s)  # before anything is written: a wrong path is the commonest mistake
         if ranks.first():
-            runs.open_folder(args.out, recipe.fingerprint(s), args.resume)
+            runs.open_folder(output.out, recipe.fingerprint(s), output.resume)
         ranks.wait()
-        records = recipe.run(s, args.out, args.quiet or not ranks.first())
+        records = recipe.run(s, output.out, output.quiet or not ranks.first())
         if not ranks.first():
             return 0
         command = shlex.join(["python", "-m", recipe.module, *(a for a in argv if a != "--resume")])
-        table, page = recipe.write(s, records, args.out, command)
+        table, page = recipe.write(s, records, output.out, command)
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command with --resume goes on from {args.out}", file=sys.stderr)
+        print(f"\nstopped; the same command with --resume goes on from {output.out}", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         hint = recipe.hint if isinstance(error, FloatingPointError) else ""
-        print(f"{p.prog}: error: {error}{hint}", file=sys.stderr)
+        print(f"{prog}: error: {error}{hint}", file=sys.stderr)
         return 2
     except RuntimeError as error:
         if not ranks.lost(error):
             raise
-        print(f"{p.prog}: another process of this run is gone ({error}); --resume goes on from {args.out}, with any "
+        print(f"{prog}: another process of this run is gone ({error}); --resume goes on from {output.out}, with any "
               "number of processes", file=sys.stderr)  # fmt: skip
         return 3
     finally:
         ranks.leave()
     print(table)
-    print(f"\n{time.perf_counter() - begin:.0f} s; {recipe.writes} are in {args.out}")
+    print(f"\n{time.perf_counter() - begin:.0f} s; {recipe.writes} are in {output.out}")
     print(page)
     return 0

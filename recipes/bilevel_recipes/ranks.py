@@ -56,6 +56,14 @@ def share(tensors: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
     return tuple(x.tensor_split(size(group))[dist.get_rank(group)] for x in tensors)
 
 
+def mean(x: Tensor, group: Any) -> Tensor:
+    """The mean of x over the processes."""
+    if group is not None:
+        dist.all_reduce(x, group=group)
+        x = x / size(group)
+    return x
+
+
 def lost(error: RuntimeError) -> bool:
     """Whether the error is that another process is gone."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .clean import Pair, batches, predict
+from .clean import Pair, batches
 
 
 def fit(
@@ -19,7 +19,7 @@ def fit(
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.Adam(model.parameters(), lr)
     torch.manual_seed(seed)
-    feed = batches(data, torch.arange(len(data[1])), batch_size, torch.Generator().manual_seed(seed))
+    feed = batches(data, batch_size, torch.Generator().manual_seed(seed))
     for _ in range(steps):
         x, y, _ = next(feed)
         optimizer.zero_grad()
@@ -28,14 +28,21 @@ def fit(
     return model
 
 
+@torch.no_grad()
+def predict(model: nn.Module, x: Tensor) -> Tensor:
+    """Logits in evaluation mode, in chunks."""
+    model.eval()
+    return torch.cat([model(part).float() for part in x.split(1000)])
+
+
 def accuracy(model: nn.Module, data: Pair) -> float:
-    return float((predict(model, model, data[0]).argmax(1) == data[1]).float().mean())
+    return float((predict(model, data[0]).argmax(1) == data[1]).float().mean())
 
 
 def by_validation(model: nn.Module, train: Pair, validation: Pair, **options: Any) -> tuple[Tensor, Tensor]:
     """(kept, probabilities): train on the checked samples alone, and keep what that classifier agrees with."""
     fitted = fit(model, validation, **options)
-    logits = predict(fitted, fitted, train[0])
+    logits = predict(fitted, train[0])
     return (logits.argmax(1) == train[1]).cpu(), logits.softmax(1).cpu()
 
 
@@ -55,7 +62,7 @@ def cross_validated(model: nn.Module, train: Pair, folds: int = 5, **options: An
         seen = torch.ones(n, dtype=torch.bool)
         seen[held] = False
         fitted = fit(model, (train[0][seen], train[1][seen]), **options)
-        part = predict(fitted, fitted, train[0][held]).softmax(1).cpu()
+        part = predict(fitted, train[0][held]).softmax(1).cpu()
         probabilities = torch.zeros(n, part.shape[1]) if probabilities is None else probabilities
         probabilities[held] = part
     assert probabilities is not None

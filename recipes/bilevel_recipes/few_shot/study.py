@@ -8,19 +8,21 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import tyro
 from torch import nn
 from tqdm import tqdm
 
 from .. import ranks, runs
-from ..models import build_encoder
+from ..command import Count, Counts, Rate, Rates, Whole, names
+from ..models import ENCODERS, build_encoder
 from . import sources
 from .episodes import Episodes, Images
 from .evaluate import evaluate
-from .train import meta_train
+from .train import SOLVERS, meta_train
 
 UNTRAINED = "untrained"
 # images of at most so many pixels are down to one before a convolution of stride 2, see docs/limits.md
@@ -28,44 +30,104 @@ ONE_PIXEL = {"conv4": 8, "resnet18": 16}
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Everything that the figures depend on; the flags of the command, one to one."""
+class Data:
+    """Several values, separated by commas, make a grid."""
 
-    dataset: tuple[str, ...] = ("digits",)
-    data_root: str | None = None
+    dataset: Annotated[tuple[str, ...], names(list(sources.SOURCES))] = ("digits",)
+    """Where classes and images are from."""
+    data_root: str = "data"
+    """Where the files are."""
     download: bool = False
-    turns: int = 4
-    ways: tuple[int, ...] = (5,)
-    shots: tuple[int, ...] = (1,)
-    queries: int = 10
-    train_queries: int = 0  # 0: as many as in test
-    model: tuple[str, ...] = ("conv4",)
-    solvers: tuple[str, ...] = ("bigsam",)
-    steps: tuple[int, ...] = (5,)
-    every: tuple[int, ...] = (1,)
-    lr: tuple[float, ...] = (0.4,)
-    s: float | None = None
-    tasks: int = 0  # 0: as many as have about `images` images
+    """Let torchvision fetch Omniglot into --data-root."""
+    turns: Count = 4
+    """1: images as they are; 2, 3, 4: each turn by 90° makes classes of its own."""
+    ways: Counts = (5,)
+    """Classes in a task."""
+    shots: Counts = (1,)
+    """Images of each class to learn from."""
+    queries: Count = 10
+    """Images of each class to be judged by."""
+    train_queries: Whole = 0
+    """The same in meta-training; 0: as many."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """Meta-training of an encoder, with a linear head for each task."""
+
+    model: Annotated[tuple[str, ...], names(list(ENCODERS))] = ("conv4",)
+    """Encoders."""
+    solvers: Annotated[tuple[str, ...], names(list(SOLVERS))] = ("bigsam",)
+    """Inner solvers. split: a part of the support set takes the place of the queries in the steps on g."""
+    steps: Counts = (5,)
+    """Inner steps K."""
+    every: Counts = (1,)
+    """A step on g every E-th time."""
+    lr: Rates = (0.4,)
+    """Inner rate t, on h."""
+    s: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
+    """Inner rate on g; that on h unless given."""
     images: int = 880
-    outer_steps: int = 300
-    eta: float = 2e-3
+    """Images in a meta-batch, about: 16 tasks of 5-way 1-shot, 3 of 20-way 5-shot."""
+    tasks: Whole = 0
+    """Tasks in a meta-batch; 0: as many as have about --images images."""
+    outer_steps: Count = 300
+    """Meta-batches."""
+    eta: Rate = 2e-3
+    """Adam's rate for the encoder."""
     no_decay: bool = False
+    """Keep that rate; without this flag it falls to 0 along half a cosine."""
     features: str = "sphere"
+    """What heads see. centred: features less their mean over the support set; sphere: that, scaled to one length; raw:
+    as they are."""
     batchnorm: str = "running"
-    chunk: int = 220
-    also: tuple[str, ...] = ()  # other tasks to test an encoder on: "5x1" is 5-way 1-shot
+    """running: BatchNorm has running statistics at test time; task: those of the task's own images, support and query,
+    in training and at test time (transductive)."""
+    chunk: Count = 220
+    """Images in one pass of the encoder; BatchNorm's batch in training."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Tasks of classes that were never trained on."""
+
+    also: Annotated[tuple[str, ...], names()] = ()
+    """Test each encoder on other tasks as well: 5x1,20x5 is 5-way 1-shot and 20-way 5-shot."""
     test_on: str = "test"
-    test_steps: tuple[int, ...] = (1, 5, 10, 20, 50)
-    test_episodes: int = 1000
-    curve_points: int = 10
-    curve_episodes: int = 200
-    baselines: tuple[str, ...] = ()
-    seeds: int = 1
-    save_every: int = 50
+    """test, or val for choosing rates."""
+    test_steps: Counts = (1, 5, 10, 20, 50)
+    """Numbers of adaptation steps to measure beside --steps."""
+    test_episodes: Count = 1000
+    """Test tasks."""
+    curve_points: Count = 10
+    """Evaluations on the way."""
+    curve_episodes: Count = 200
+    """Test tasks of each of those."""
+    baselines: Annotated[tuple[str, ...], names([UNTRAINED])] = (UNTRAINED,)
+    """untrained: heads on a random encoder; or none."""
+    seeds: Count = 1
+    """Seeds 0 to N − 1, of initial weights and training tasks."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The machine."""
+
+    save_every: Count = 50
+    """Outer steps between checkpoints: what a kill can lose at most."""
     device: str = "cpu"
+    """cpu or cuda."""
     bf16: bool = False
+    """Autocast of the encoder to bfloat16; weights and heads stay in float32."""
     tf32: bool = False
-    threads: int | None = None
+    """Let float32 products and convolutions on a GPU round to TF32."""
+    threads: Whole = 0
+    """Torch threads; a run repeats bit for bit with the same number. 0: torch's default."""
+
+
+@dataclass(frozen=True)
+class Settings(Data, Method, Evaluation, Run):
+    """Everything that the figures depend on; the flags of the command, one to one."""
 
 
 def fingerprint(s: Settings) -> dict[str, Any]:

@@ -1,0 +1,196 @@
+"""The paper's Table 1 and Figures 1 to 3 from finished runs, as one page with its pictures.
+
+python -m bilevel_recipes.data_cleaning.table1 RUN [RUN …] --out docs/results
+A run with several --every is Figure 2, one with several --steps is Figure 3, all others are Table 1 and Figure 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from .. import plots, runs, tables
+from .output import Record, cell_of, curve_figure
+from .score import paper
+from .study import summary
+
+METHODS = ("validation-only", "gd", "bigsam", "bigsam-convergent")
+HEADER = ("data set", "ρ", *METHODS, "paper: basic", "paper: improved", "bigsam > gd and > paper")
+NAME = "data_cleaning"
+FIGURES = {
+    1: "Figure 1: F1 of the clean class against outer steps; mean and standard deviation over the seeds.",
+    2: "Figure 2: a BiG-SAM step every 1, 5, 10, 20 inner steps, plain descent between.",
+    3: "Figure 3: 25, 50, 100, 200 inner steps, against the seconds that they took.",
+}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Make the page."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders that python -m bilevel_recipes.data_cleaning has written (its --out)."""
+    out: Path = Path("docs/results")
+    """The folder for data_cleaning_table1.md and data_cleaning_figure1.png to …figure3.png."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    flags = tyro.cli(Flags, prog="python -m bilevel_recipes.data_cleaning.table1", description=__doc__, args=argv)
+    try:
+        found = [_read(folder) for folder in flags.runs]
+        write(found, flags.out)
+    except (ValueError, OSError) as error:
+        print(f"python -m bilevel_recipes.data_cleaning.table1: error: {error}", file=sys.stderr)
+        return 2
+    print(flags.out / f"{NAME}_table1.md")
+    return 0
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    file = folder / "results.json"
+    try:
+        found = json.loads(file.read_text())
+        return {key: found[key] for key in ("command", "settings", "versions", "data", "notes", "runs")}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"recipes: {file} does not exist; finish that run with --resume") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"recipes: {file} is no result of this study ({error!r}); run it again") from error
+
+
+def figure_of(study: dict[str, Any]) -> int:
+    """The figure of the paper that a study has the data for."""
+    return 2 if len(study["settings"]["every"]) > 1 else 3 if len(study["settings"]["steps"]) > 1 else 1
+
+
+def write(studies: list[dict[str, Any]], out: Path) -> None:
+    """Write the page and the figures that the studies have the data for."""
+    out.mkdir(parents=True, exist_ok=True)
+    records = {n: [r for s in studies if figure_of(s) == n for r in s["runs"]] for n in FIGURES}
+    if not records[1]:
+        raise ValueError("recipes: none of these runs belongs to Table 1; give one without several --every or --steps")
+    titles: dict[str, str] = {k: v for s in studies for k, v in s["data"].items()}
+    for n, found in records.items():
+        if found:
+            plots.save(_figure(n, found, titles), out / f"{NAME}_figure{n}").with_suffix(".svg").unlink()
+    rows = table(summary(records[1]), titles)
+    runs.write_text(out / f"{NAME}_table1.md", page(studies, rows, records))
+
+
+def table(rows: list[Record], titles: dict[str, str]) -> list[list[str]]:
+    """A line for each data set and ρ: mean ± standard deviation, the best of the line in bold."""
+    cells: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for r in rows:
+        cells.setdefault(cell_of(r), {})[r["method"]] = r
+    lines: list[list[str]] = []
+    for (dataset, _, rho, _), found in cells.items():
+        improved, basic = paper(dataset, rho) or (None, None)
+        figures = [found[m]["f1_clean"] if m in found else None for m in METHODS] + [basic, improved]
+        texts = [tables.spread(found[m], "f1_clean") if m in found else "" for m in METHODS]
+        texts += ["" if f is None else f"{f:.3f}" for f in (basic, improved)]
+        best = max(f for f in figures if f is not None)
+        shown = [f"**{t}**" if f == best else t for t, f in zip(texts, figures, strict=True)]
+        lines.append([titles[dataset], f"{rho:g}", *shown, _claim(figures)])
+    return lines
+
+
+def _claim(figures: list[float | None]) -> str:
+    """Whether the paper's claim holds in this line, where all figures that it needs are there."""
+    _, gd, bigsam, _, _, improved = figures
+    if gd is None or bigsam is None or improved is None:
+        return ""
+    return "yes" if bigsam > gd and bigsam > improved else "no"
+
+
+def _figure(number: int, records: list[Record], titles: dict[str, str]) -> Any:
+    """Figure 1 has a panel for each ρ of MNIST and SVHN, Figures 2 and 3 have one for each data set."""
+    if number == 1:
+        shown = [r for r in records if r["dataset"] in ("mnist", "svhn")] or records
+        records = sorted(shown, key=lambda r: (list(titles).index(r["dataset"]), r["rho"]))
+    axis, label = ("seconds", "seconds") if number == 3 else ("step", "outer step")
+    rows = summary(records) if number == 1 else []
+    return curve_figure(records, rows, lambda cell: f"{titles[cell[0]]}, ρ = {cell[2]:g}", axis, label, log=number == 3)
+
+
+def page(studies: list[dict[str, Any]], lines: list[list[str]], records: dict[int, list[Record]]) -> str:
+    """The page in Markdown; all of its figures come from the runs."""
+    holds = [line[-1] for line in lines]
+    seconds = {n: sum(r["seconds"] for r in found) for n, found in records.items()}
+    versions, settings = studies[0]["versions"], studies[0]["settings"]
+    seeds = sorted(
+        {len({r["seed"] for r in records[1] if r["dataset"] == d}) for d in {r["dataset"] for r in records[1]}}
+    )
+    out = [
+        "# Table 1 and Figures 1 to 3, ours",
+        "",
+        "Written by `python -m bilevel_recipes.data_cleaning.table1`; not edited by hand.",
+        "",
+    ]
+    out += ["```", *(_shown(s["command"]) for s in studies), "```", ""]
+    out += [
+        f"{date.today().isoformat()}, {versions['machine']}, Python {versions['python']}, torch {versions['torch']}, "
+        f"{versions['cuda'] or 'no GPU'}, {versions['threads']} thread(s). Seconds of the methods themselves: "
+        + ", ".join(f"{'Table and Figure 1' if n == 1 else f'Figure {n}'} {t:.0f} s" for n, t in seconds.items() if t)
+        + ".",
+        "",
+        f"F1 of the clean class, mean ± standard deviation over {'/'.join(map(str, seeds))} seeds; the best of each "
+        f"line in bold. The claim, `bigsam` above `gd` and above the paper's improved model, holds in "
+        f"**{holds.count('yes')} of {len(holds)}** cells.",
+        "",
+        tables.markdown([("Table 1", list(HEADER), lines)]).partition("\n\n")[2],
+    ]
+    out += [_settings(settings, records[1]), "", *(f"- {note}" for note in _notes(studies)), ""]
+    for n, caption in FIGURES.items():
+        if records[n]:
+            out += [f"![{caption}]({NAME}_figure{n}.png)", "", f"{caption} {_ends(n, records[n])}".rstrip(), ""]
+    return "\n".join(out)
+
+
+def _shown(command: str) -> str:
+    """A command without the places of this machine."""
+    words = command.split()
+    for flag, word in (("--data-root", "DATA"), ("--out", None)):
+        if flag in words:
+            i = words.index(flag)
+            words[i + 1] = word or f"runs/{Path(words[i + 1]).name}"
+    return " ".join(w for w in words if w != "--quiet")
+
+
+def _settings(settings: dict[str, Any], records: list[Record]) -> str:
+    seen = {r["dataset"]: r["features"] for r in records}
+    patches = [d for d, features in seen.items() if features == "patches"]
+    return (
+        f"A {settings['model'][0]} model, K = {settings['steps'][0]} full-batch steps of rate {settings['lr']:g}, "
+        f"{settings['outer_steps']} outer steps of Adam with rate {settings['eta']:g}; the paper trains a ResNet-18 "
+        "until the outer problem converges. "
+        + (
+            f"{' and '.join(patches)}: features of whitened patches, learnt without labels, in place of pixels. "
+            * bool(patches)
+        )
+        + f"The inner loop runs in the {settings['components']} first principal components. `validation-only` is a "
+        "classifier of the checked samples alone, on all pixels or features: a label it disagrees with is called wrong."
+    )
+
+
+def _notes(studies: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(note for s in studies for note in s["notes"].values()))
+
+
+def _ends(number: int, records: list[Record]) -> str:
+    """The last F1 of each curve in words, for the figures that have no table."""
+    if number == 1:
+        return ""
+    cells: dict[str, list[str]] = {}
+    for row in summary(records):
+        cells.setdefault(f"{row['dataset']}, ρ = {row['rho']:g}", []).append(f"{row['label']} {row['f1_clean']:.3f}")
+    return " ".join(f"At the end, {cell}: {', '.join(ends)}." for cell, ends in cells.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
