@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(asked.threads)
     fresh = set(asked.fresh)
     with threadpool_limits(asked.threads):
-        for name in asked.sets:
-            for seed in range(asked.seeds):
+        for seed in range(asked.seeds):
+            for name in asked.sets:
                 run(file, name, seed, asked, fresh)
     results = update(file, lambda r: r.update(origin(asked.threads)))
     print(cleaning_page.screen(results))

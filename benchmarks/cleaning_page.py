@@ -56,7 +56,7 @@ def _cell(found: tuple[float, float] | None, leads: bool) -> str:
     if found is None:
         return "–"
     mean, spread = found
-    text = f"{mean:.3f}" if np.isnan(spread) else f"{mean:.3f} ± {spread:.3f}"
+    text = f"{mean:.3f}" if np.isnan(spread) else f"{mean:.3f} ±{spread:.3f}".replace("±0", "±")
     return f"**{text}**" if leads else text
 
 

@@ -335,29 +335,50 @@ class Loaded:
 
 
 def load_set(name: str, seed: int, roots: Sequence[Path] = (), cache: Path = CACHE) -> Loaded:
-    """Draw a set and compute its features, or read them from the cache if the code that makes them is the same."""
+    """Draw a set and compute its features, or read them from the cache if the code that makes them is the same.
+
+    Labels and features are cached apart: sets that draw the same rows of a source share their features.
+    """
     if name not in SETS:
         raise ValueError(f"there is no set {name!r}; the sets are {', '.join(SETS)}")
-    file = cache / f"{name}-{seed}-{_code(SETS[name])}.npz"
-    if not file.is_file():
-        noisy = draw(read(SETS[name].source, roots), SETS[name], seed)
-        start = time.process_time()
-        x = np.ascontiguousarray(features(noisy.as_rows(name), seed=0).x, dtype=np.float32)
-        seconds = time.process_time() - start
-        cache.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}.tmp.npz")
-        truth, names = noisy.truth, np.array(noisy.names)
-        np.savez(part, x=x, given=noisy.given, truth=truth, checked=noisy.checked, names=names, seconds=seconds)
-        part.replace(file)  # another process sees the whole file, or none
-    with np.load(file) as found:
-        x, names = found["x"], [str(n) for n in found["names"]]
-        mark = hashlib.blake2b(x.tobytes() + found["given"].tobytes(), digest_size=8).hexdigest()
-        given, truth, checked = (found[key] for key in ("given", "truth", "checked"))
-        return Loaded(x, given, truth, checked, len(names), names, mark, float(found["seconds"]))
-
-
-def _code(plan: Draw) -> str:
-    """A fingerprint of what the cached arrays depend on."""
+    plan = SETS[name]
     drawing = [inspect.getsource(function) for function in (draw, _order, wrong_labels, _quotas)]
+    drawn = cache / f"{name}-{seed}-{_mark(repr(plan), *drawing)}.npz"
+    if not drawn.is_file():
+        noisy = draw(read(plan.source, roots), plan, seed)
+        _save(drawn, names=np.array(noisy.names), **{key: getattr(noisy, key) for key in LABELS})
+    labels = _load(drawn)
     making = [Path(str(inspect.getsourcefile(part))).read_text() for part in (features, patches)]
-    return hashlib.blake2b("\n".join([repr(plan), *drawing, *making]).encode(), digest_size=4).hexdigest()
+    made = cache / f"features-{_mark(plan.source, labels['positions'].tobytes().hex(), *making)}.npz"
+    if not made.is_file():
+        rows = draw(read(plan.source, roots), plan, seed).as_rows(name)
+        start = time.process_time()
+        x = np.ascontiguousarray(features(rows, seed=0).x, dtype=np.float32)
+        _save(made, x=x, seconds=np.array(time.process_time() - start))
+    found = _load(made)
+    given, truth, checked, _ = (labels[key] for key in LABELS)
+    mark = _mark(found["x"].tobytes(), given.tobytes())
+    names = [str(n) for n in labels["names"]]
+    return Loaded(found["x"], given, truth, checked, len(names), names, mark, float(found["seconds"]))
+
+
+LABELS = ("given", "truth", "checked", "positions")
+
+
+def _mark(*parts: str | bytes) -> str:
+    """A fingerprint."""
+    data = b"\n".join(part.encode() if isinstance(part, str) else part for part in parts)
+    return hashlib.blake2b(data, digest_size=6).hexdigest()
+
+
+def _save(file: Path, **arrays: NDArray[Any]) -> None:
+    """Write an .npz of which another process sees the whole, or nothing."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}.tmp.npz")
+    np.savez(part, allow_pickle=False, **arrays)
+    part.replace(file)
+
+
+def _load(file: Path) -> dict[str, NDArray[Any]]:
+    with np.load(file) as found:
+        return dict(found)

@@ -2,14 +2,16 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
-from benchmarks import cleaning, cleaning_page
+from benchmarks import cleaning, cleaning_page, cleaning_sets
 from benchmarks.cleaning_methods import (
     FOLDS,
     METHODS,
@@ -170,6 +172,25 @@ def test_a_missing_file_is_named():
         load_set("mnist", 0)
 
 
+def test_sets_that_draw_the_same_rows_share_their_features(tmp_path, monkeypatch):
+    made = []
+
+    def features(rows, seed):
+        made.append(rows.title)
+        return SimpleNamespace(x=np.asarray(rows.content).reshape(len(rows.y), -1))
+
+    plan = SETS["digits"]
+    monkeypatch.setitem(SETS, "more", replace(plan, noise="pairwise", rate=0.25, checked=50))
+    monkeypatch.setattr(cleaning_sets, "features", features)
+    one, other, again = (load_set(name, 0, cache=tmp_path) for name in ("digits", "more", "more"))
+    later = load_set("more", 1, cache=tmp_path)
+    assert made == ["digits", "more"]
+    assert np.array_equal(one.x, other.x)
+    assert (one.checked.sum(), other.checked.sum()) == (100, 50)
+    assert other.fingerprint == again.fingerprint
+    assert len({one.fingerprint, other.fingerprint, later.fingerprint}) == 3
+
+
 # --- metrics --------------------------------------------------------------------------------------------------------
 
 
@@ -307,5 +328,5 @@ def test_level_methods_are_bold():
     found = {"ours": seeds(0.90, 0.92), "cleanlab": seeds(0.89, 0.91), "cleanlab-knn": seeds(0.80, 0.80)}
     _, head, lines = cleaning_page.table({"results": {"digits": found}}, "f1", "F1")
     assert head == ["set", "ours", "cleanlab", "cleanlab-knn"]
-    assert lines[0] == ["digits", "**0.910 ± 0.014**", "**0.900 ± 0.014**", "0.800 ± 0.000"]
+    assert lines[0] == ["digits", "**0.910 ±.014**", "**0.900 ±.014**", "0.800 ±.000"]
     assert lines[1] == ["best or level", "1 of 1", "1 of 1", "0 of 1"]
