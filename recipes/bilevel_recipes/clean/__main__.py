@@ -16,6 +16,8 @@ from tqdm import tqdm
 from ..malloc import keep_memory
 from .cleaner import Cleaner, limited
 from .compare import Comparison, Demo, demo
+from .features import features
+from .read import read
 from .run import REPORT, check_folder, resumed, write
 
 ABOUT = "Find wrong labels with the help of a few that were checked, review them, and write the cleaned table."
@@ -122,7 +124,7 @@ def run(command: Command, argv: Sequence[str]) -> str:
             found = cleaner.fit(data, **how, decisions=output.decisions, progress=lambda *step: _show(bar, *step))
     words = [word for word in argv if word not in ("--resume", "--overwrite", "--quiet")]
     with limited(cleaner.threads):
-        comparison = None if known is None else Comparison.of(known, found.frame, cleaner.seed)
+        comparison = None if known is None else _compare(known, found)
     written = write(folder, found, shlex.join(["bilevel-clean", *words]), comparison, keep=output.resume)
     parts = [found.trust(), _reviewed(found), _files(folder, written, time.perf_counter() - begin)]
     if comparison is not None:
@@ -139,6 +141,12 @@ def _demo(command: Command, how: dict[str, Any]) -> Demo | None:
         flags = ", ".join(f"--{name}" for name in how)
         raise ValueError(f"bilevel-clean: the demo has data of its own and takes no {flags}; leave it out.")
     return demo(command.judging.seed)
+
+
+def _compare(known: Demo, cleaner: Cleaner) -> Comparison:
+    rows = read((known.x, known.given, known.checked))
+    x = features(rows, cleaner.features, seed=cleaner.seed, weights=cleaner.weights).x
+    return Comparison.of(known, cleaner.frame, x, cleaner.seed)
 
 
 def _show(bar: tqdm[Any], share: float, words: str) -> None:

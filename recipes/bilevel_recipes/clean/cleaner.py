@@ -32,6 +32,7 @@ class Fit:
     fingerprint: of the rows. words: what the features are.
     path: where the data was read from; None for data in memory. how: the arguments of `read`.
     decisions: the review that was applied to the rows, if any.
+    complete: whether the table is what was read; a saved one has no images or other objects in its cells.
     """
 
     rows: Rows
@@ -41,6 +42,7 @@ class Fit:
     path: str | None
     how: dict[str, Any]
     decisions: pd.DataFrame | None
+    complete: bool = True
 
 
 @dataclass(eq=False)
@@ -165,7 +167,7 @@ class Cleaner:
 
     def trust(self) -> str:
         """How far the result can be trusted, in a few lines of text: counts, estimates and warnings."""
-        return trust.text(self.rows, self.verdict)
+        return trust.text(self.rows, self.verdict, self.fitted.words)
 
     def cleaned(self, suspects: Suspects = "drop") -> pd.DataFrame:
         """The table that was given, with its index and columns, after cleaning.
@@ -175,6 +177,8 @@ class Cleaner:
         """
         if suspects not in ("drop", "relabel", "keep"):
             raise ValueError(f"bilevel-clean: suspects is drop, relabel or keep; got {suspects!r}.")
+        if not self.fitted.complete:
+            self._read_again()
         rows, issue = self.rows, self.verdict.issue
         y = np.where(issue, self.verdict.suggested, rows.y) if suspects == "relabel" else rows.y
         stay = np.flatnonzero(~issue) if suspects == "drop" else np.arange(len(issue))
@@ -194,7 +198,7 @@ class Cleaner:
         from .report import write_report
 
         if self.rows.content is None:
-            self._attach(self.fitted.path)
+            self._read_again()
         fitted = self.fitted
         return write_report(
             Path(path), fitted.rows, fitted.verdict, title=title or fitted.rows.title, settings=self.get_params(),
@@ -218,13 +222,17 @@ class Cleaner:
         return self
 
     def save(self, folder: str | Path) -> Path:
-        """Write settings, table and verdict, but no images or embeddings, to a file in the folder; return its path."""
+        """Write settings, table and verdict to a file in the folder, and return its path.
+
+        Images and embeddings are not written. A report after loading reads them again.
+        """
         fit, path = self.fitted, Path(folder) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         more = {
             "params": self.get_params(),
             "decisions": None if fit.decisions is None else fit.decisions.to_dict(orient="records"),
             "how": {k: v for k, v in fit.how.items() if isinstance(v, (str, Path, list, tuple))},  # others are data
+            "complete": all(stored.is_plain(column) for _, column in fit.rows.table.items()),
             **{k: getattr(fit, k) for k in ("fingerprint", "words", "path")},
         }
         stored.save(path, fit.rows, fit.verdict, more)
@@ -234,7 +242,7 @@ class Cleaner:
     def load(cls, folder: str | Path, data: Any = None) -> Cleaner:
         """Read a cleaner that was saved in the folder.
 
-        data: what it was fitted to. Only `report` needs it, and only where that was not a path.
+        data: what it was fitted to. Only a report needs it, and only of images or embeddings that were not in a file.
         """
         rows, verdict, more = stored.load(Path(folder) / FILE)
         params, review = more.pop("params"), more.pop("decisions")
@@ -245,19 +253,30 @@ class Cleaner:
             cleaner._attach(data)
         return cleaner
 
-    def _attach(self, data: Any) -> None:
-        """Read again what a saved cleaner does not hold, after making sure that it is the same data."""
+    def _read_again(self) -> None:
+        """Read what a saved cleaner does not hold, from the file it was in or from the columns of the table."""
         fit = self.fitted
-        if data is None:
-            raise ValueError(
-                "bilevel-clean: a saved cleaner holds no images, texts or embeddings to show, and these did not come "
-                "from a file; give the data again, with Cleaner.load(folder, data)."
-            )
+        why: Exception | None = None
+        if fit.path is not None:
+            return self._attach(fit.path)
+        if fit.complete:
+            try:
+                return self._attach(fit.rows.table)
+            except (ValueError, OSError) as error:
+                why = error
+        raise ValueError(
+            "bilevel-clean: this needs data that a saved cleaner does not hold, such as images or embeddings, and that "
+            "did not come from a file. Give the data again, with Cleaner.load(folder, data)."
+        ) from why
+
+    def _attach(self, data: Any) -> None:
+        """Take the rows of the data, after making sure that it is what the cleaner was fitted to."""
+        fit = self.fitted
         rows = data if isinstance(data, Rows) else read(data, **fit.how)
         rows = rows if fit.decisions is None else decided(rows, fit.decisions)
         if fingerprint(rows) != fit.fingerprint:
             raise ValueError("bilevel-clean: the data is not what this cleaner was fitted to; call fit(data) again.")
-        self._fit = replace(fit, rows=rows)
+        self._fit = replace(fit, rows=rows, complete=True)
 
 
 def _spread(values: Any, places: Any, n: int, empty: Any) -> Any:

@@ -22,7 +22,10 @@ _TYPES = ("str", "string", "category", "boolean", "Int", "UInt", "Float", "datet
 
 
 def save(path: Path, rows: Rows, verdict: Verdict, more: dict[str, Any]) -> None:
-    """Write the rows without their content, the verdict, and more values for JSON."""
+    """Write the rows without their content, the verdict, and more values for JSON.
+
+    Columns of the table that are not plain are written without their values.
+    """
     arrays: dict[str, Any] = {}
     document = {
         "format": FORMAT,
@@ -32,7 +35,7 @@ def save(path: Path, rows: Rows, verdict: Verdict, more: dict[str, Any]) -> None
     }
     text = json.dumps(document, default=_plain)
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, document=np.frombuffer(text.encode(), np.uint8), **arrays)
+    np.savez(buffer, document=np.frombuffer(text.encode(), np.uint8), **arrays)
     runs.write(path, buffer.getvalue())
 
 
@@ -101,8 +104,14 @@ def _pack_columns(prefix: str, frame: pd.DataFrame, arrays: dict[str, Any]) -> l
             packed.append([name, str(column.dtype), None])
         else:
             kind = str(column.dtype) if str(column.dtype).startswith(_TYPES) else "object"
-            packed.append([name, kind, column.astype(object).where(column.notna(), None).tolist()])
+            values = column.astype(object).where(column.notna(), None) if is_plain(column) else [None] * len(column)
+            packed.append([name, kind, list(values)])
     return packed
+
+
+def is_plain(column: pd.Series) -> bool:
+    """Whether a column can be stored: it holds numbers, texts and dates, and no images, lists or other objects."""
+    return column.dtype != object or column.map(lambda v: v is None or pd.api.types.is_scalar(v)).all()
 
 
 def _unpack_columns(prefix: str, packed: list[list[Any]], arrays: dict[str, Any]) -> pd.DataFrame:

@@ -29,11 +29,12 @@ def figures(rows: Rows, verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def lines(rows: Rows, verdict: Verdict) -> list[tuple[str, str]]:
-    """What each figure is called, and the figure in words; one pair for each line."""
+def lines(rows: Rows, verdict: Verdict, features: str) -> list[tuple[str, str]]:
+    """What each figure is called, and the figure in words; one pair for each line. features: what they are."""
     f = figures(rows, verdict)
     unchecked = len(verdict.score) - f["checked"]
     told = [
+        ("judged by", " ".join(filter(None, (rows.note, features)))),
         ("rows", f"{f['rows']:,}, of which {f['checked']:,} are checked and {f['skipped']:,} were skipped"),
         ("suspects", f"{f['suspects']:,} of the {unchecked:,} labels that nobody checked"),
         ("estimated noise", f"{_percent(f['estimated_noise'])} of those labels are wrong{_worst(rows, verdict)}"),
@@ -48,9 +49,9 @@ def lines(rows: Rows, verdict: Verdict) -> list[tuple[str, str]]:
     return told + [("warning", text) for text in f["warnings"]]
 
 
-def text(rows: Rows, verdict: Verdict) -> str:
+def text(rows: Rows, verdict: Verdict, features: str) -> str:
     """The trust lines in two columns."""
-    told = lines(rows, verdict)
+    told = lines(rows, verdict, features)
     width = max(len(name) for name, _ in told)
     return "\n".join(f"{name.ljust(width)}  {words}" for name, words in told)
 
