@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,13 +150,12 @@ def _refuse_if_smaller(x: NDArray[np.uint8], size: int) -> None:
 
 
 def _sample(x: NDArray[np.uint8], size: int, generator: torch.Generator) -> Tensor:
-    """Patches at random places of random images, one in each row."""
-    image, row, column = (
-        torch.randint(n, (_SAMPLED,), generator=generator).numpy()
-        for n in (len(x), x.shape[2] - size + 1, x.shape[3] - size + 1)
-    )
+    """Return patches at random places of random images, one in each row; no more than there are."""
+    places = (len(x), x.shape[2] - size + 1, x.shape[3] - size + 1)
+    count = min(_SAMPLED, math.prod(places))
+    image, row, column = (torch.randint(n, (count,), generator=generator).numpy() for n in places)
     views = np.lib.stride_tricks.sliding_window_view(x, (size, size), axis=(2, 3))
-    return torch.from_numpy(views[image, :, row, column].reshape(_SAMPLED, -1)).float()
+    return torch.from_numpy(views[image, :, row, column].reshape(count, -1)).float()
 
 
 def _normalised(patches: Tensor, flat: float) -> Tensor:
@@ -164,14 +164,14 @@ def _normalised(patches: Tensor, flat: float) -> Tensor:
 
 
 def _whitening(patches: Tensor, regular: float = 0.1) -> tuple[Tensor, Tensor]:
-    """Mean, and W = (Cov + regular·I)^(−1/2)."""
+    """Return the mean and W = (Cov + regular·I)^(−1/2)."""
     mean = patches.mean(0)
     values, vectors = torch.linalg.eigh(torch.cov((patches - mean).T, correction=0))
     return mean, vectors * (values.clamp_min(0) + regular).rsqrt() @ vectors.T
 
 
 def _centroids(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Spherical k-means: unit vectors, each the mean direction of the rows that point along it most (or against)."""
+    """Return unit vectors by spherical k-means, where a row belongs to the vector of largest |product| with it."""
     d = F.normalize(torch.randn(count, x.shape[1], generator=generator).to(x))
     for _ in range(_ITERATIONS):
         total = torch.zeros_like(d)

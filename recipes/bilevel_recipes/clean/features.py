@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ class Wanted:
 
     dimensions: int
     seed: int
-    quiet: bool
 
 
 def features(
@@ -49,7 +49,7 @@ def features(
     *,
     seed: int = 0,
     weights: str | Path | None = None,
-    dimensions: int = 256,
+    dimensions: int | None = None,
     quiet: bool = True,
 ) -> Features:
     """Return features of the used rows.
@@ -58,9 +58,11 @@ def features(
     "pixels", "patches", "tfidf" and "columns" can be demanded. FILE.npy holds embeddings, one row for each row of the
     input table (or of the used rows). "torchvision:NAME" and "timm:NAME" are the last layer but one of a model, whose
     weights come from the file weights or were downloaded before.
-    dimensions: with more features than this, their largest principal components take their place.
+    dimensions: with more features than this, their largest principal components take their place; 512 for text, whose
+    components are many and small, and 256 otherwise.
     """
     start = time.perf_counter()
+    dimensions = dimensions or (512 if rows.kind == "text" else 256)
     if weights is not None and ":" not in kind:
         raise ValueError(
             f"bilevel-clean: weights were given, but features {kind!r} are no model; choose --features "
@@ -71,7 +73,7 @@ def features(
     elif ":" in kind:
         _refuse_unless(rows, kind, "images")
         raw, words = backbones.encode(rows.content, kind, weights, quiet)
-        x = _standardised(raw)
+        x = _standardised(_finite(raw, rows, "the features"))
     else:
         name = _automatic(rows) if kind == "auto" else kind
         if name not in _KINDS:
@@ -81,8 +83,8 @@ def features(
             )
         fitting, make = _KINDS[name]
         _refuse_unless(rows, kind, fitting)
-        x, words = make(rows.content, Wanted(dimensions, seed, quiet))
-    x, words = _finish(x, words, dimensions, seed)
+        x, words = make(rows, Wanted(dimensions, seed))
+    x, words = _finish(_finite(x, rows, "the features"), words, dimensions, seed)
     return Features(x, words, time.perf_counter() - start)
 
 
@@ -102,12 +104,6 @@ def _refuse_unless(rows: Rows, kind: str, fitting: Kind) -> None:
 
 def _finish(x: Matrix, words: str, dimensions: int, seed: int) -> tuple[Matrix, str]:
     """Drop constant features, and reduce those that are left to principal components if they are many."""
-    finite = np.isfinite(x).all(1)
-    if not finite.all():
-        raise ValueError(
-            f"bilevel-clean: the features of {int((~finite).sum())} rows are NaN or infinite, the first of them at "
-            f"position {int(np.argmin(finite))} of the used rows; correct these rows, or remove them."
-        )
     varying = np.ptp(x, axis=0) > 0
     if not varying.any():
         raise ValueError("bilevel-clean: all rows have the same features, so nothing tells them apart; give others.")
@@ -118,18 +114,30 @@ def _finish(x: Matrix, words: str, dimensions: int, seed: int) -> tuple[Matrix, 
     return np.ascontiguousarray(x, dtype=np.float32), words
 
 
+def _finite(x: NDArray[Any], rows: Rows, what: str) -> NDArray[Any]:
+    """Return x; rows of it with NaN or infinite values are refused, all of them together."""
+    bad = [rows.names[i] for i in np.flatnonzero(~np.isfinite(x).all(1))]
+    if bad:
+        raise ValueError(
+            f"bilevel-clean: {what} of {len(bad)} used rows are NaN or infinite: {', '.join(bad[:20])}"
+            f"{' …' if len(bad) > 20 else ''}. Correct these rows, or remove them."
+        )
+    return x
+
+
 def _standardised(x: NDArray[Any]) -> Matrix:
     """Give each column mean 0 and deviation 1; a constant column stays constant."""
-    x = x.astype(np.float32)
+    x = x if x.dtype.kind == "f" else x.astype(np.float64)
     deviation = x.std(0)
-    return (x - x.mean(0)) / np.where(deviation > 1e-6 * np.abs(x).max(0), deviation, np.inf)
+    rounding = 10 * np.finfo(x.dtype).eps * np.abs(x).max(0)
+    return ((x - x.mean(0)) / np.where(deviation > rounding, deviation, np.inf)).astype(np.float32)
 
 
 # --- images ----------------------------------------------------------------------------------------------------
 
 
-def _patches(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
-    images = _one_size(content)
+def _patches(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
+    images = _one_size(rows.content)
     learnt = Patches.learn(images, seed=wanted.seed)
     size, (height, width) = learnt.filters.shape[-1], images.shape[1:3]
     words = (
@@ -139,13 +147,11 @@ def _patches(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
     return learnt.encode(images), words
 
 
-def _pixels(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
-    images = _one_size(content)
-    x = images.reshape(len(images), -1).astype(np.float32)
-    x -= x.mean(0)
+def _pixels(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
+    images = _one_size(rows.content)
     words = f"The features are the pixels of the {_colour(images)} images at {images.shape[1]} × {images.shape[2]}."
     # One scale for all pixels: with a scale of its own, a border pixel that is hardly ever set would count too much.
-    return x / max(float(x.std()), 1e-6), words
+    return _unit_scale(images.reshape(len(images), -1)), words
 
 
 def _colour(images: NDArray[np.uint8]) -> str:
@@ -166,11 +172,11 @@ def _one_size(content: Any) -> NDArray[np.uint8]:
 # --- text, tables, embeddings ----------------------------------------------------------------------------------
 
 
-def _tfidf(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
+def _tfidf(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    texts = list(content)
+    texts = list(rows.content)
     frequent = 2 if len(texts) >= 100 else 1
     options: dict[str, Any] = {"dtype": np.float32}  # its annotation only knows float64
     vectorizer = TfidfVectorizer(
@@ -187,12 +193,13 @@ def _tfidf(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
     words = f"The features are TF-IDF weights of {table.shape[1]} words and pairs of words"
     count = max(1, min(wanted.dimensions, len(texts) - 1))
     if table.shape[1] <= count:
-        return _unit_scale(table.toarray()), f"{words}."
+        return _unit_scale(np.asarray(table.todense())), f"{words}."
     x = TruncatedSVD(count, random_state=wanted.seed).fit_transform(table)
     return _unit_scale(x), f"{words}, reduced to {count} dimensions."
 
 
-def _columns(content: pd.DataFrame, wanted: Wanted) -> tuple[Matrix, str]:
+def _columns(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
+    content: pd.DataFrame = rows.content
     parts = [
         _number(content[c]) if pd.api.types.is_numeric_dtype(content[c].dtype) else _levels(content[c]) for c in content
     ]
@@ -218,28 +225,31 @@ def _levels(column: pd.Series) -> Matrix:
     return (2 * (hot - hot.mean(0))).astype(np.float32)
 
 
-def _embeddings(content: Any, wanted: Wanted) -> tuple[Matrix, str]:
-    return _standardised(content), f"The features are the embeddings, of {content.shape[1]} dimensions, standardised."
+def _embeddings(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
+    x = _finite(rows.content, rows, "the embeddings")
+    return _standardised(x), f"The features are the embeddings, of {x.shape[1]} dimensions, standardised."
 
 
 def _embeddings_file(rows: Rows, path: str) -> tuple[Matrix, str]:
-    x = read_embeddings(path, len(rows.table))[rows.used]
-    bad = [rows.names[i] for i in np.flatnonzero(~np.isfinite(x).all(1))]
-    if bad:
-        raise ValueError(
-            f"bilevel-clean: {path} holds NaN or infinite values for {len(bad)} of the rows that are used: "
-            f"{', '.join(bad[:20])}{' …' if len(bad) > 20 else ''}. Compute these rows anew, or remove them."
-        )
+    x = _finite(_aligned(rows, path), rows, f"the embeddings in {path}")
     return _standardised(x), f"The features are the embeddings in {path}, of {x.shape[1]} dimensions, standardised."
 
 
-def _unit_scale(x: Matrix) -> Matrix:
+def _aligned(rows: Rows, path: str) -> NDArray[Any]:
+    """Return a row of the file for each used row; the file has one for each of these, or for each row of the table."""
+    if len(rows.used) < len(rows.table):
+        with suppress(ValueError):  # a file that is wrong in any other way is refused by the second call as well
+            return read_embeddings(path, len(rows.used))
+    return read_embeddings(path, len(rows.table))[rows.used]
+
+
+def _unit_scale(x: NDArray[Any]) -> Matrix:
     """Centre each column, and divide all of them by one number, so that they have variance 1 on average."""
     x = x - x.mean(0)
-    return x / max(float(np.sqrt(np.square(x).mean())), 1e-12)
+    return (x / max(float(np.sqrt(np.square(x).mean())), 1e-12)).astype(np.float32)
 
 
-_KINDS: dict[str, tuple[Kind, Callable[[Any, Wanted], tuple[Matrix, str]]]] = {
+_KINDS: dict[str, tuple[Kind, Callable[[Rows, Wanted], tuple[Matrix, str]]]] = {
     "patches": ("images", _patches),
     "pixels": ("images", _pixels),
     "tfidf": ("text", _tfidf),
