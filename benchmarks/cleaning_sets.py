@@ -25,6 +25,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from bilevel_recipes import data, patches
+from bilevel_recipes.clean import features as feature_module
 from bilevel_recipes.clean.features import features
 from bilevel_recipes.clean.rows import Kind, Rows
 
@@ -342,14 +343,12 @@ def load_set(name: str, seed: int, roots: Sequence[Path] = (), cache: Path = CAC
     if name not in SETS:
         raise ValueError(f"there is no set {name!r}; the sets are {', '.join(SETS)}")
     plan = SETS[name]
-    drawing = [inspect.getsource(function) for function in (draw, _order, wrong_labels, _quotas)]
-    drawn = cache / f"{name}-{seed}-{_mark(repr(plan), *drawing)}.npz"
+    drawn = cache / f"{name}-{seed}-{_mark(repr(plan), DRAWING)}.npz"
     if not drawn.is_file():
         noisy = draw(read(plan.source, roots), plan, seed)
         _save(drawn, names=np.array(noisy.names), **{key: getattr(noisy, key) for key in LABELS})
     labels = _load(drawn)
-    making = [Path(str(inspect.getsourcefile(part))).read_text() for part in (features, patches)]
-    made = cache / f"features-{_mark(plan.source, labels['positions'].tobytes().hex(), *making)}.npz"
+    made = cache / f"features-{_mark(plan.source, labels['positions'].tobytes(), MAKING)}.npz"
     if not made.is_file():
         rows = draw(read(plan.source, roots), plan, seed).as_rows(name)
         start = time.process_time()
@@ -382,3 +381,8 @@ def _save(file: Path, **arrays: NDArray[Any]) -> None:
 def _load(file: Path) -> dict[str, NDArray[Any]]:
     with np.load(file) as found:
         return dict(found)
+
+
+# Of the code as it was imported: the files may change while a long run goes on.
+DRAWING = "".join(inspect.getsource(function) for function in (draw, _order, wrong_labels, _quotas))
+MAKING = "".join(inspect.getsource(module) for module in (feature_module, patches))
