@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from bilevel_recipes.clean import Cleaner, __main__, run
+from bilevel_recipes.clean import Cleaner, __main__, compare, run
 from bilevel_recipes.clean.__main__ import main
 
 FILES = ["cleaned.csv", "cleaner.npz", "label_issues.csv", "report.html", "results.json", "suspects.csv"]
@@ -298,6 +298,21 @@ def test_the_demo_compares_with_the_truth(command: Command, here: Path) -> None:
     code, _, error = command("demo", "--label", "species", "--out", "other")
     assert code == 2
     assert "takes no --label" in error
+
+
+def test_what_a_list_is_worth() -> None:
+    wrong, checked = np.array([True, True, False, False, False]), np.array([False] * 4 + [True])
+    found = compare.Found(np.array([True, False, True, False, True]), np.array([0.1, 0.2, 0.15, 0.9, 0.0]))
+    worth = compare.quality(found, wrong, checked)  # without the last row, which is checked
+    assert worth == pytest.approx({"f1": 0.5, "average_precision": (1 + 2 / 3) / 2, "precision": 0.5, "recall": 0.5})
+
+
+def test_a_class_without_checked_rows_is_always_suspected_by_the_checked_rows_alone() -> None:
+    x = np.repeat([[0.0], [5.0], [9.0]], 12, axis=0) + np.linspace(0, 1, 36)[:, None]
+    given = np.repeat([0, 1, 2], 12)
+    found = compare.checked_alone(x, given, (np.arange(36) % 2 == 0) & (given < 2))
+    assert found.issue.tolist() == (given == 2).tolist()
+    assert (found.score[given == 2] == 0).all()
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
