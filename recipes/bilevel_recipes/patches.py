@@ -1,9 +1,15 @@
-"""Features of images that are learnt from the images themselves, without labels (Coates, Lee & Ng, AISTATS 2011)."""
+"""Features of images that are learnt from the images themselves, without labels (Coates, Lee & Ng, AISTATS 2011).
+
+`python -m bilevel_recipes.patches --data-root DIR` prints how well classes are told apart by them, and by pixels.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from .data import Split, load, split
 
 _SAMPLED = 50_000  # patches that the filters are learnt from
 _STATISTICS = 1000  # images that the mean and deviation of each feature are estimated from
@@ -107,8 +115,8 @@ def patch_size(height: int, width: int) -> int:
 
 
 def filter_count(pixels: int) -> int:
-    """Return the number of filters for images of so many pixels altogether: 200, but less above 10 million pixels."""
-    return max(50, min(200, 2_000_000_000 // pixels))
+    """Return the number of filters for images of so many pixels altogether: 200, but fewer above 25 million pixels."""
+    return max(50, min(200, 5_000_000_000 // pixels))
 
 
 def reduce(x: NDArray[np.float32], dimensions: int, whitening: float = 0.5, seed: int = 0) -> NDArray[np.float32]:
@@ -185,3 +193,49 @@ def _centroids(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def _strongest(product: Tensor) -> tuple[Tensor, Tensor]:
     index = product.abs().argmax(1)
     return product.gather(1, index[:, None]).squeeze(1), index
+
+
+def measure(
+    data_root: Path,
+    datasets: tuple[str, ...] = ("digits", "mnist", "fashion-mnist", "svhn", "cifar10"),
+    dimensions: tuple[int, ...] = (256, 512),
+    whitening: tuple[float, ...] = (0.0, 0.5, 1.0),
+    seed: int = 0,
+) -> None:
+    """Print the accuracy of a linear model and of 10 nearest neighbours (by cosine) on pixels and on patches.
+
+    The features are learnt from training and validation images together, as the cleaning recipe does; labels are used
+    for the training images alone. The linear model is a logistic regression with C = 0.02. Seconds are those of the
+    features.
+    """
+    print(f"{'data set':14} {'features':24} {'numbers':>7} {'linear':>7} {'10-NN':>7} {'seconds':>8}")
+    for name in datasets:
+        part = split(load(name, data_root), 0.0, None, None, seed)
+        images = np.concatenate([part.x, part.x_val])
+        pixels = images.reshape(len(images), -1).astype(np.float32)
+        pixels = (pixels - pixels.mean(0)) / pixels.std()
+        start = time.perf_counter()
+        patches = Patches.learn(images, seed=seed).encode(images)
+        seconds = time.perf_counter() - start
+        _print_accuracy(name, "pixels", pixels, part, 0.0)
+        for count, exponent in itertools.product(dimensions, whitening):
+            start = time.perf_counter()
+            x = reduce(patches, count, exponent, seed)
+            reducing = time.perf_counter() - start
+            _print_accuracy(name, f"patches, whitening {exponent}", x, part, seconds + reducing)
+
+
+def _print_accuracy(name: str, words: str, x: NDArray[np.float32], part: Split, seconds: float) -> None:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.neighbors import KNeighborsClassifier
+
+    n = len(part.y)
+    models = (LogisticRegression(C=0.02, max_iter=1000), KNeighborsClassifier(10, metric="cosine"))
+    linear, near = (model.fit(x[:n], part.y).score(x[n:], part.y_val) for model in models)
+    print(f"{name:14} {words:24} {x.shape[1]:7} {linear:7.4f} {near:7.4f} {seconds:8.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    import tyro
+
+    tyro.cli(measure)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from sklearn.linear_model import LogisticRegression
 
 from bilevel_recipes.data import load
-from bilevel_recipes.patches import Patches, filter_count, patch_size, reduce
+from bilevel_recipes.patches import Patches, filter_count, measure, patch_size, reduce
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_a_linear_model_does_better_on_patches_than_on_pixels(digits):
 def test_effort_is_chosen_by_size():
     assert [patch_size(side, side) for side in (4, 8, 28, 64)] == [2, 3, 8, 8]
     assert filter_count(5000 * 32 * 32) == 200
-    assert 50 <= filter_count(60_000 * 28 * 28) < 100
+    assert filter_count(60_000 * 28 * 28) == 106
     assert filter_count(10**12) == 50
 
 
@@ -138,3 +138,11 @@ def test_reduce_gives_no_more_than_there_is():
     result = reduce(x, 512, 1)
     assert result.shape[1] <= 5
     assert np.isfinite(result).all()
+
+
+def test_the_command_prints_a_table(tmp_path, capsys):
+    measure(tmp_path, ("digits",), (32,), (0.5,))
+    _, pixels, patches = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert pixels[:3] == ["digits", "pixels", "64"]
+    assert patches[-4] == "32"
+    assert float(patches[-3]) > 0.9
