@@ -81,9 +81,21 @@ def blocks(results: Results) -> list[Block]:
     ]
 
 
+def mixed(results: Results) -> list[str]:
+    """A sentence if methods had different features on the same draw, since the code of the features has changed."""
+    names = [
+        name
+        for name, methods in results.get("results", {}).items()
+        for seed in {seed for rows in methods.values() for seed in rows}
+        if len({rows[seed]["features"] for rows in methods.values() if seed in rows}) > 1
+    ]
+    found = ", ".join(dict.fromkeys(names))
+    return [f"Not comparable: methods had different features on {found}. Run all of them again."] if names else []
+
+
 def screen(results: Results) -> str:
     """The tables as plain text, and what is missing."""
-    absent = [f"{name}: not run: {why}" for name, why in results.get("missing", {}).items()]
+    absent = [f"{name}: not run: {why}" for name, why in results.get("missing", {}).items()] + mixed(results)
     shown = [(title, head, [[c.strip("*") for c in line] for line in lines]) for title, head, lines in blocks(results)]
     return "\n".join([in_columns(block for block in shown if block[2]), *absent])
 
@@ -119,7 +131,7 @@ def markdown(results: Results) -> str:
         f"Finished {results['when']}. {origin(results)} Mean ± standard deviation; draws: {seeds}. Made by", "",
         "```", f"python -m benchmarks.cleaning --data-root DIR --seeds {seeds} --threads {results['threads']} "
         "--out docs/results", "```", "",
-        *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
+        *(f"**{sentence}**\n" for sentence in mixed(results)), *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
     ]  # fmt: skip
     for title, head, lines in blocks(results):
         if lines:

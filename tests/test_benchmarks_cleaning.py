@@ -330,3 +330,13 @@ def test_level_methods_are_bold():
     assert head == ["set", "ours", "cleanlab", "cleanlab-knn"]
     assert lines[0] == ["digits", "**0.910 ±.014**", "**0.900 ±.014**", "0.800 ±.000"]
     assert lines[1] == ["best or level", "1 of 1", "1 of 1", "0 of 1"]
+
+
+def test_figures_of_different_features_are_not_compared_silently():
+    def seeds(*marks):
+        return {str(i): {"features": mark} for i, mark in enumerate(marks)}
+
+    found = {"results": {"digits": {"ours": seeds("a", "b"), "cleanlab": seeds("a", "b")}, "sms": {"ours": seeds("c")}}}
+    assert cleaning_page.mixed(found) == []
+    found["results"]["sms"]["cleanlab"] = seeds("of other code")
+    assert "different features on sms." in cleaning_page.mixed(found)[0]
