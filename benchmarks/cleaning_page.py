@@ -131,7 +131,8 @@ def markdown(results: Results) -> str:
         f"Finished {results['when']}. {origin(results)} Mean ± standard deviation; draws: {seeds}. Made by", "",
         "```", f"python -m benchmarks.cleaning --data-root DIR --seeds {seeds} --threads {results['threads']} "
         "--out docs/results", "```", "",
-        *(f"**{sentence}**\n" for sentence in mixed(results)), *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
+        *(f"**{sentence}**\n" for sentence in mixed(results)),
+        *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
     ]  # fmt: skip
     for title, head, lines in blocks(results):
         if lines:
