@@ -204,6 +204,8 @@ def test_embeddings_come_from_a_file_for_the_table_or_the_used_rows(tmp_path):
     f = features(rows("text", TEXTS, total=10), str(path))
     np.testing.assert_allclose(f.x, expected, atol=1e-6)
     assert "e.npy, of 4 dimensions" in f.words
+    np.save(path, (300 * x).astype(np.float16))  # squares of such numbers are too large for float16
+    np.testing.assert_allclose(features(rows("text", TEXTS, total=10), str(path)).x, expected, atol=1e-2)
 
 
 def test_files_of_embeddings_that_do_not_fit_are_refused(tmp_path):

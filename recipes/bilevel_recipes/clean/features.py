@@ -127,7 +127,7 @@ def _finite(x: NDArray[Any], rows: Rows, what: str) -> NDArray[Any]:
 
 def _standardised(x: NDArray[Any]) -> Matrix:
     """Give each column mean 0 and deviation 1; a constant column stays constant."""
-    x = x if x.dtype.kind == "f" else x.astype(np.float64)
+    x = x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)  # float16 would overflow
     deviation = x.std(0)
     rounding = 10 * np.finfo(x.dtype).eps * np.abs(x).max(0)
     return ((x - x.mean(0)) / np.where(deviation > rounding, deviation, np.inf)).astype(np.float32)
