@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -33,18 +33,18 @@ WEAK = 0.15  # a model has to predict this share of what the most frequent class
 
 @dataclass(frozen=True)
 class Options:
-    """How the judging is done; the defaults are those that were measured.
-
-    folds: each row is judged by a classifier that was trained on the other folds. neighbours: of each row.
-    steps: inner steps. outer_steps: hypergradients of the first classifiers, and half as many of the second.
-    solver: "bigsam", or "gd", which trains on the unchecked rows alone.
-    """
+    """How the judging is done; the defaults are those that were measured."""
 
     folds: int = 5
+    """Parts of the data; each row is judged by a classifier that was trained on the other parts."""
     neighbours: int = 15
+    """Neighbours that each row is compared with."""
     steps: int = 40
+    """Steps in which a classifier is trained (inner steps)."""
     outer_steps: int = 8
-    solver: str = "bigsam"
+    """Hypergradients from which the noise is learnt with the first classifiers, and half as many with the second."""
+    solver: Literal["bigsam", "gd"] = "bigsam"
+    """How a classifier is trained: bigsam also takes steps on the checked rows, gd uses the unchecked rows alone."""
 
     def __post_init__(self) -> None:
         for name, least in {"folds": 2, "neighbours": 1, "steps": 1, "outer_steps": 0}.items():
@@ -186,7 +186,7 @@ def _take(folds: Folds, rows: Tensor) -> Folds:
 
 def _rescaled(found: tuple[Tensor, float], noise: Noise) -> tuple[Tensor, float]:
     """A temperature that was found for logits which had one already."""
-    return found[0], found[1] * float(noise.log_temperature.exp())
+    return found[0], found[1] * float(noise.log_temperature.detach().exp())
 
 
 def _folds(y: Tensor, checked: Tensor, count: int, seed: int) -> Tensor:
@@ -298,10 +298,14 @@ def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:
             "features may help, such as embeddings of a pretrained model."
         )
     if (count := int(found.checked.sum())) < 20:
-        told.append(f"Only {count} rows are checked, so the accuracy on them is uncertain; check some more, if you can.")
+        told.append(
+            f"Only {count} rows are checked, so the accuracy on them is uncertain; check some more, if you can."
+        )
     if unchecked:
         shown = ", ".join(unchecked[:10]) + (f" and {len(unchecked) - 10} more" if len(unchecked) > 10 else "")
-        told.append(f"No row of these classes is checked: {shown}. What is said of them rests on unchecked labels alone.")
+        told.append(
+            f"No row of these classes is checked: {shown}. What is said of them rests on unchecked labels alone."
+        )
     if found.noise_rate > 0.5:
         told.append(
             f"An estimated {found.noise_rate:.0%} of the unchecked labels are wrong. The list then depends on the "
@@ -320,7 +324,9 @@ def _refuse(x: NDArray[Any], given: NDArray[Any], checked: NDArray[Any], classes
     if not np.isfinite(x).all():
         raise ValueError("bilevel-clean: the features hold NaN or infinite numbers; fill or drop those rows first.")
     if np.min(given) < 0 or np.max(given) >= classes:
-        raise ValueError(f"bilevel-clean: labels must lie in 0 to {classes - 1}; got {np.min(given)} to {np.max(given)}.")
+        raise ValueError(
+            f"bilevel-clean: labels must lie in 0 to {classes - 1}; got {np.min(given)} to {np.max(given)}."
+        )
     if np.asarray(checked).dtype != np.bool_:
         raise TypeError(f"bilevel-clean: checked must hold booleans; got {np.asarray(checked).dtype}.")
     if checked.all() or len(np.unique(given[checked])) < 2:

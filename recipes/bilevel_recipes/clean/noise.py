@@ -161,7 +161,7 @@ def learn(
 
     losses: list[float] = []
     while True:
-        rate = 1 / (curvature + float(decay().max()))  # at most the inverse of the curvature of h: it can't diverge
+        rate = 1 / (curvature + float(decay().detach().max()))  # at most the inverse of the curvature of h: it can't diverge
         sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.8)
         rule = bilevel.BiGSAM(1.0, alpha=torch.sigmoid(noise.share)) if solver == "bigsam" else bilevel.GD(1.0)
         with bilevel.inner(model, h, g, solver=rule, optimizer=sgd, engine=ENGINE) as loop:
