@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import bilevel_plugin as bilevel
 
@@ -72,7 +72,7 @@ def clean(
         return (torch.sigmoid(lam[i]) * F.cross_entropy(model(x), y, reduction="none")).sum() / count
 
     def g(model: nn.Module, count: float, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y, reduction="sum") / count
+        return summed(lambda x, y: F.cross_entropy(model(x), y, reduction="sum"), x, y, batch_size) / count
 
     for step in range(len(history), outer_steps):
         begin = time.perf_counter()
@@ -81,33 +81,26 @@ def clean(
             noisy, checked = batches(train, batch_size, draw), batches(validation, batch_size, draw)
             for _ in range(steps):
                 loop.step(*share(next(noisy), group), outer=share(next(checked)[:2], group))
-            value, slope = on_all(loop, model, g, validation, batch_size, group)
-            lam.grad = loop.hypergrad(lam, loss=slope)
+            lam.grad = loop.hypergrad(lam, outer=share(validation, group))
+            with torch.no_grad():
+                value = ranks.mean(g(loop, *share(validation, group)), group)
         adam.step()
         spent = time.perf_counter() - begin + (history[-1]["seconds"] if history else 0.0)
-        history.append({"step": step + 1, "g": value, "kept": number((lam >= 0).sum()), "seconds": spent})
+        history.append({"step": step + 1, "g": number(value), "kept": number((lam >= 0).sum()), "seconds": spent})
         if on_step is not None:
             on_step({"lam": host(lam), "adam": adam.state_dict(), "history": history})
     return Result(host(lam), history)
 
 
-def on_all(
-    loop: Any, model: nn.Module, g: Callable[..., Tensor], data: Pair, size: int | None, group: Any
-) -> tuple[float, Tensor]:
-    """g(w_K) over all of the data, and a loss with the same gradient: Σ w_K·∇g, where ∇g is summed chunk by chunk.
+def summed(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, size: int | None) -> Tensor:
+    """The sum of the loss over chunks of that size; each but a single one is computed again in the backward pass.
 
-    The graph of one chunk is in memory at a time, whatever the size of the checked set.
+    So the graph of one chunk is in memory at a time, whatever the size of the checked set.
     """
-    state, n = loop.state_dict(), len(data[1])
-    weights = {name: state[name].requires_grad_() for name in loop.weights}
-    value, slopes = data[0].new_zeros(()), [torch.zeros_like(w) for w in weights.values()]
-    for chunk in zip(*(part.split(size or n) for part in data), strict=True):
-        part = g(lambda x: functional_call(model, state, (x,)), n / ranks.size(group), *ranks.share(chunk, group))
-        value = value + part.detach()
-        for slope, new in zip(slopes, torch.autograd.grad(part, list(weights.values())), strict=True):
-            slope += new
-    terms = [(w * slope).sum() for w, slope in zip(loop.weights.values(), slopes, strict=True)]
-    return number(ranks.mean(value, group)), torch.stack(terms).sum()
+    chunks = list(zip(x.split(size or len(x)), y.split(size or len(y)), strict=True))
+    if len(chunks) == 1:
+        return loss(x, y)
+    return torch.stack([checkpoint(loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
 
 
 def share(batch: tuple[Tensor, ...], group: Any) -> tuple[Any, ...]:
