@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from bilevel_recipes.clean import Cleaner, __main__, compare, run
+from bilevel_recipes.clean import Cleaner, Options, __main__, compare, run
 from bilevel_recipes.clean.__main__ import main
+from bilevel_recipes.clean.judge import judge
 
 FILES = ["cleaned.csv", "cleaner.npz", "label_issues.csv", "report.html", "results.json", "suspects.csv"]
 Command = Callable[..., tuple[int, str, str]]
@@ -58,6 +60,13 @@ def command(here: Path, capsys: pytest.CaptureFixture[str]) -> Command:
     return call
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the judge take few steps, where its verdict does not matter."""
+    few = partial(judge, options=Options(steps=5, outer_steps=0))
+    monkeypatch.setattr("bilevel_recipes.clean.cleaner.judge", lambda *a, options, **k: few(*a, **k))
+
+
 # --- a run -----------------------------------------------------------------------------------------------------
 
 
@@ -82,6 +91,7 @@ def test_one_command_from_a_table_to_a_cleaned_table(command: Command, here: Pat
     assert "%" in shown  # the progress bar
 
 
+@pytest.mark.usefixtures("quick")
 def test_results_json_has_settings_versions_figures_and_the_noise_matrix(command: Command, here: Path) -> None:
     assert command("fruit.csv", "--out", "o", "--quiet", "--seed", "3")[0] == 0
     found = json.loads((here / "o" / "results.json").read_text())
@@ -95,6 +105,7 @@ def test_results_json_has_settings_versions_figures_and_the_noise_matrix(command
     assert np.allclose(np.sum(found["noise_matrix"]["given_by_true_class"], axis=1), 1)
 
 
+@pytest.mark.usefixtures("quick")
 def test_quiet_shows_no_progress(command: Command) -> None:
     code, printed, shown = command("fruit.csv", "--quiet")
     assert (code, shown) == (0, "")
@@ -133,13 +144,14 @@ def test_help_has_groups_and_examples(command: Command) -> None:
         "--overwrite",
     ):
         assert words in printed
-    for setting in Cleaner().get_params():
-        assert f"--{setting}" in printed
+    for setting in Cleaner().settings():
+        assert f"--{setting.replace('_', '-')}" in printed
 
 
 # --- resume, overwrite, decisions ------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_run_is_neither_mixed_nor_lost(command: Command, here: Path) -> None:
     assert command("fruit.csv", "--quiet")[0] == 0
     before = (here / "runs" / "fruit" / "results.json").read_bytes()
@@ -153,6 +165,7 @@ def test_a_run_is_neither_mixed_nor_lost(command: Command, here: Path) -> None:
     assert "give one of them" in error
 
 
+@pytest.mark.usefixtures("quick")
 def test_resume_writes_what_is_missing_without_another_fit(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +185,7 @@ def test_resume_writes_what_is_missing_without_another_fit(
     assert (out / "report.html").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("quick")
 def test_resume_begins_where_nothing_is(command: Command, here: Path) -> None:
     assert command("fruit.csv", "--resume", "--quiet")[0] == 0
     assert (here / "runs" / "fruit" / "cleaned.csv").exists()
@@ -192,6 +206,7 @@ def _changed(what: str) -> pd.DataFrame:
     return table
 
 
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
@@ -213,6 +228,7 @@ def test_resume_sees_that_the_data_changed(command: Command, here: Path, what: s
     assert not (here / "runs" / "fruit" / "report.html").exists()
 
 
+@pytest.mark.usefixtures("quick")
 def test_resume_sees_that_a_setting_changed(command: Command) -> None:
     assert command("fruit.csv", "--quiet")[0] == 0
     code, _, error = command("fruit.csv", "--resume", "--seed", "4")
@@ -220,6 +236,7 @@ def test_resume_sees_that_a_setting_changed(command: Command) -> None:
     assert "seed was 0 and is 4" in error
 
 
+@pytest.mark.usefixtures("quick")
 def test_overwrite_replaces_the_run_and_nothing_else(command: Command, here: Path) -> None:
     out = here / "runs" / "fruit"
     assert command("fruit.csv", "--quiet")[0] == 0
@@ -233,6 +250,7 @@ def test_overwrite_replaces_the_run_and_nothing_else(command: Command, here: Pat
     assert json.loads((out / "results.json").read_text())["settings"]["seed"] == 1
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_kill_while_files_are_written_leaves_no_old_file_beside_new_ones(
     command: Command, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +270,7 @@ def test_a_kill_while_files_are_written_leaves_no_old_file_beside_new_ones(
     assert sorted(path.name for path in out.iterdir()) == FILES
 
 
+@pytest.mark.usefixtures("quick")
 def test_review_and_rerun(command: Command, here: Path) -> None:
     assert command("fruit.csv", "--quiet")[0] == 0
     suspects = pd.read_csv(here / "runs" / "fruit" / "suspects.csv")
@@ -386,15 +405,19 @@ def test_an_out_that_cant_be_written_is_seen_before_the_work(
         (("fruit.csv", "--lable", "species"), "--label"),
         (("fruit.csv", "--overwrit"), "--overwrite"),
         (("fruit.csv", "--seed", "many"), "--seed"),
+        (("fruit.csv", "--steps", "0"), "steps must be at least 1; got"),
+        (("fruit.csv", "--folds", "1"), "folds must be at least 2; got"),
+        (("fruit.csv", "--solver", "magic"), "bigsam"),
         ((), "DATA"),
     ],
 )
-def test_a_misspelt_flag_gets_a_suggestion(command: Command, words: tuple[str, ...], sentence: str) -> None:
+def test_a_flag_that_cant_be_read_gets_a_suggestion(command: Command, words: tuple[str, ...], sentence: str) -> None:
     code, printed, shown = command(*words)
     assert (code, printed) == (2, "")
     assert sentence in shown
 
 
+@pytest.mark.usefixtures("quick")
 def test_an_error_of_the_program_itself_is_not_hidden(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")

@@ -96,10 +96,9 @@ def parse(argv: Sequence[str]) -> Command:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    command = parse(argv)
     keep_memory()
     try:
-        print(run(command, argv))
+        print(run(parse(argv), argv))
     except KeyboardInterrupt:
         print("\nbilevel-clean: stopped. The same command begins again; with --resume it keeps what was written.",
               file=sys.stderr)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 from . import stored, trust
 from .decisions import COLUMNS, decided, read_decisions
 from .features import features
-from .judge import judge
+from .judge import Options, judge
 from .read import fingerprint, read
 from .rows import Rows
 from .verdict import Verdict
@@ -64,6 +64,8 @@ class Cleaner:
     """The file with the weights of a torchvision or timm model, where they were not downloaded before."""
     seed: int = 0
     """Seed of every random choice; the same seed gives the same result."""
+    options: Options = field(default_factory=Options)
+    """How the judging is done."""
     device: str = "cpu"
     """Where models are trained: cpu, cuda, cuda:1, ..."""
     threads: int | None = None
@@ -104,9 +106,12 @@ class Cleaner:
         review = None if decisions is None else read_decisions(decisions, rows)
         rows = rows if review is None else decided(rows, review)
         with limited(self.threads):
+            progress = progress or _silent
+            progress(0.0, "features")
             x = features(rows, self.features, seed=self.seed, weights=self.weights)
             verdict = judge(x.x, rows.y, rows.checked, classes=len(rows.classes), names=rows.classes, seed=self.seed,
-                            progress=progress)  # fmt: skip
+                            device=self.device, options=self.options, progress=progress)  # fmt: skip
+            progress(1.0, "done")
         path = str(Path(data).absolute()) if isinstance(data, (str, Path)) else None
         self._fit = Fit(rows, verdict, fingerprint(rows), x.words, path, how, review)
         return self
@@ -201,7 +206,7 @@ class Cleaner:
             self._read_again()
         fitted = self.fitted
         return write_report(
-            Path(path), fitted.rows, fitted.verdict, title=title or fitted.rows.title, settings=self.get_params(),
+            Path(path), fitted.rows, fitted.verdict, title=title or fitted.rows.title, settings=self.settings(),
             command=command, table=table, decisions=fitted.decisions,
         )  # fmt: skip
 
@@ -210,6 +215,12 @@ class Cleaner:
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The settings by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting as a plain value, those of the options among them."""
+        params = self.get_params()
+        plain = {name: str(v) if isinstance(v, Path) else v for name, v in params.items() if name != "options"}
+        return {**plain, **asdict(self.options)}
 
     def set_params(self, **params: Any) -> Cleaner:
         """Change settings by name, and return the cleaner itself."""
@@ -229,7 +240,7 @@ class Cleaner:
         fit, path = self.fitted, Path(folder) / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         more = {
-            "params": self.get_params(),
+            "params": self.get_params() | {"options": asdict(self.options)},
             "decisions": None if fit.decisions is None else fit.decisions.to_dict(orient="records"),
             "how": {k: v for k, v in fit.how.items() if isinstance(v, (str, Path, list, tuple))},  # others are data
             "complete": all(stored.is_plain(column) for _, column in fit.rows.table.items()),
@@ -246,7 +257,8 @@ class Cleaner:
         """
         rows, verdict, more = stored.load(Path(folder) / FILE)
         params, review = more.pop("params"), more.pop("decisions")
-        cleaner = cls(**{**params, "weights": params["weights"] and Path(params["weights"])})
+        params |= {"options": Options(**params["options"]), "weights": params["weights"] and Path(params["weights"])}
+        cleaner = cls(**params)
         decisions = None if review is None else pd.DataFrame(review, columns=COLUMNS)
         cleaner._fit = Fit(rows, verdict, decisions=decisions, **more)
         if data is not None:
@@ -277,6 +289,10 @@ class Cleaner:
         if fingerprint(rows) != fit.fingerprint:
             raise ValueError("bilevel-clean: the data is not what this cleaner was fitted to; call fit(data) again.")
         self._fit = replace(fit, rows=rows, complete=True)
+
+
+def _silent(share: float, words: str) -> None:
+    """Report no progress."""
 
 
 def _spread(values: Any, places: Any, n: int, empty: Any) -> Any:

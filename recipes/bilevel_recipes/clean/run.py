@@ -49,7 +49,7 @@ def resumed(folder: Path, cleaner: Cleaner, data: Any, how: dict[str, Any], deci
     if not (folder / FILE).exists():
         return None
     old = Cleaner.load(folder)
-    then, now = old.get_params(), cleaner.get_params()
+    then, now = old.settings(), cleaner.settings()
     other = [f"{k} was {then[k]} and is {now[k]}" for k in now if then[k] != now[k] and k != "threads"]
     if other:
         raise ValueError(
@@ -110,7 +110,7 @@ def results(cleaner: Cleaner, command: str, comparison: Comparison | None) -> st
     rows, verdict = cleaner.rows, cleaner.verdict
     document = {
         "command": command,
-        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in cleaner.get_params().items()},
+        "settings": cleaner.settings(),
         "versions": runs.versions(),
         "data": {"title": rows.title, "kind": rows.kind, "note": rows.note, "fingerprint": cleaner.fitted.fingerprint},
         "features": cleaner.fitted.words,
