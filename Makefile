@@ -20,8 +20,7 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m bilevel_recipes.data_cleaning --dataset digits --solvers bigsam,gd --judge evidence,validation \
-		--baselines validation-only,keep-all,oracle --threads 1 --resume --out runs/demo
+	$(BIN)/bilevel-clean demo --overwrite
 
 test: lint types
 	$(BIN)/pytest -n auto

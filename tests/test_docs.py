@@ -38,6 +38,7 @@ import pytest
 import torch
 
 from benchmarks.runners import importable
+from bilevel_recipes import command
 from bilevel_recipes.clean import __main__ as bilevel_clean
 from bilevel_recipes.vision import torchvision
 from docs.hooks import find
@@ -214,7 +215,8 @@ def test_commands_are_ones_that_exist(block: Block) -> None:
             module = importlib.import_module(flags[1])
             module = importlib.import_module(f"{flags[1]}.__main__") if hasattr(module, "__path__") else module
             if flags[2:] and flags[2:] != ["--help"]:
-                module.parser().parse_args(flags[2:])
+                recipe = getattr(module, "RECIPE", None)
+                command.parse(recipe, flags[2:]) if recipe else module.parser().parse_args(flags[2:])
         elif program == "bilevel-clean":
             if flags != ["--help"]:
                 bilevel_clean.parse(flags)
