@@ -32,6 +32,7 @@ from benchmarks.cleaning_sets import (
     Loaded,
     Source,
     draw,
+    fingerprint,
     load_set,
     read,
     take,
@@ -189,6 +190,15 @@ def test_sets_that_draw_the_same_rows_share_their_features(tmp_path, monkeypatch
     assert (one.checked.sum(), other.checked.sum()) == (100, 50)
     assert other.fingerprint == again.fingerprint
     assert len({one.fingerprint, other.fingerprint, later.fingerprint}) == 3
+
+
+def test_the_fingerprint_ignores_rounding_and_nothing_else():
+    rng = np.random.default_rng(0)
+    x, given = rng.normal(size=(500, 40)).astype(np.float32), rng.integers(0, 3, 500)
+    other = (given + (np.arange(500) == 7)) % 3
+    mark = fingerprint(x, given)
+    assert fingerprint(x * np.float32(1 + 1e-7), given) == mark
+    assert len({mark, fingerprint(x * 1.05, given), fingerprint(x[:, :39], given), fingerprint(x, other)}) == 4
 
 
 # --- metrics --------------------------------------------------------------------------------------------------------
