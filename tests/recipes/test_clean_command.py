@@ -314,6 +314,8 @@ def test_the_demo_compares_with_the_truth(command: Command, here: Path) -> None:
     assert accuracy["suspects dropped"] > accuracy["all rows, as labelled"]
     for words in ("checked rows alone", "test accuracy", f"{lists['bilevel-clean']['f1']:.3f}", "comparison.png"):
         assert words in printed
+    assert "demo: handwritten digits" in (out / "report.html").read_text()
+    assert command("demo", "--quiet", "--threads", "1", "--resume")[0] == 0
     code, _, error = command("demo", "--label", "species", "--out", "other")
     assert code == 2
     assert "takes no --label" in error
@@ -387,6 +389,17 @@ def test_bad_input_gets_one_line_and_code_2(
     assert (code, printed) == (2, "")
     assert re.search(sentence, one_line(shown)), shown
     assert sorted(here.rglob("*")) == before  # nothing is left behind
+
+
+@pytest.mark.parametrize("words", [("out/cleaned.csv", "--out", "out"), ("out", "--out", "out/results"), (".",)])
+def test_the_data_is_not_mixed_with_the_results(command: Command, here: Path, words: tuple[str, ...]) -> None:
+    (here / "out").mkdir()
+    fruit().to_csv(here / "out" / "cleaned.csv", index=False)
+    before = (here / "out" / "cleaned.csv").read_bytes()
+    code, _, shown = command(*words, "--overwrite")
+    assert code == 2
+    assert "use an --out outside of the data" in one_line(shown)
+    assert (here / "out" / "cleaned.csv").read_bytes() == before
 
 
 def test_an_out_that_cant_be_written_is_seen_before_the_work(

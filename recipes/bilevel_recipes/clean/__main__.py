@@ -16,8 +16,6 @@ from tqdm import tqdm
 from ..malloc import keep_memory
 from .cleaner import Cleaner, limited
 from .compare import Comparison, Demo, demo
-from .features import features
-from .read import read
 from .run import REPORT, check_folder, resumed, write
 
 ABOUT = "Find wrong labels with the help of a few that were checked, review them, and write the cleaned table."
@@ -112,18 +110,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(command: Command, argv: Sequence[str]) -> str:
     """Do what the command line says, and return what is printed at the end."""
     begin, output, cleaner = time.perf_counter(), command.output, command.judging
-    folder = output.out or Path("runs") / (Path(command.data).stem or "data")
-    check_folder(folder, output.resume, output.overwrite)
+    folder = output.out or Path("runs") / (Path(command.data).resolve().stem or "data")
+    check_folder(folder, Path(command.data), output.resume, output.overwrite)
     how = {k: v for k, v in asdict(command.reading).items() if v is not None}
     known = _demo(command, how)
-    data = command.data if known is None else (known.x, known.given, known.checked)
+    data = command.data if known is None else known.rows()
     found = resumed(folder, cleaner, data, how, output.decisions) if output.resume else None
     if found is None:
         with tqdm(total=100, disable=output.quiet, bar_format="{l_bar}{bar}| {elapsed}") as bar:
             found = cleaner.fit(data, **how, decisions=output.decisions, progress=lambda *step: _show(bar, *step))
     words = [word for word in argv if word not in ("--resume", "--overwrite", "--quiet")]
     with limited(cleaner.threads):
-        comparison = None if known is None else _compare(known, found)
+        comparison = None if known is None else Comparison.of(known, found)
     written = write(folder, found, shlex.join(["bilevel-clean", *words]), comparison, keep=output.resume)
     parts = [found.trust(), _reviewed(found), _files(folder, written, time.perf_counter() - begin)]
     if comparison is not None:
@@ -140,12 +138,6 @@ def _demo(command: Command, how: dict[str, Any]) -> Demo | None:
         flags = ", ".join(f"--{name}" for name in how)
         raise ValueError(f"bilevel-clean: the demo has data of its own and takes no {flags}; leave it out.")
     return demo(command.judging.seed)
-
-
-def _compare(known: Demo, cleaner: Cleaner) -> Comparison:
-    rows = read((known.x, known.given, known.checked))
-    x = features(rows, cleaner.features, seed=cleaner.seed, weights=cleaner.weights).x
-    return Comparison.of(known, cleaner.frame, x, cleaner.seed)
 
 
 def _show(bar: tqdm[Any], share: float, words: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from .. import tables
+from .cleaner import Cleaner
+from .features import features
+from .read import read
+from .rows import Rows
 
 REGULARISATION = (0.001, 0.01, 0.1, 1.0, 10.0)
 CHECKED, WRONG = 100, 0.3  # of the demo: how many rows are checked, and the share of wrong labels among the others
@@ -39,6 +43,9 @@ class Demo:
     truth: NDArray[np.int64]
     x_test: NDArray[np.uint8]
     y_test: NDArray[np.int64]
+
+    def rows(self) -> Rows:
+        return replace(read((self.x, self.given, self.checked)), title="demo: handwritten digits")
 
 
 def demo(seed: int = 0) -> Demo:
@@ -125,11 +132,13 @@ class Comparison:
     accuracies: Mapping[str, float]
 
     @classmethod
-    def of(cls, data: Demo, frame: pd.DataFrame, x: NDArray[Any], seed: int = 0) -> Comparison:
-        """Compare the frame of a cleaner with what the baselines find with the same features x.
+    def of(cls, data: Demo, cleaner: Cleaner) -> Comparison:
+        """Compare a cleaner with what the baselines find with the same features.
 
         What a review has relabelled or dropped counts as called wrong.
         """
+        frame, seed = cleaner.frame, cleaner.seed
+        x = features(data.rows(), cleaner.features, seed=seed, weights=cleaner.weights).x
         issue = (frame["suggested_label"] != frame["given_label"]).to_numpy()
         suspect = frame["is_label_issue"].to_numpy() | ~issue
         found = Found(issue, np.where(suspect, frame["label_score"], 0.0))

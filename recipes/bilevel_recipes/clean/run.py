@@ -23,9 +23,14 @@ REPORT = "report.html"
 FILES = (FILE, "label_issues.csv", "suspects.csv", "cleaned.csv", REPORT, "results.json")
 
 
-def check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Before the work begins: fail where a run is in the folder and nobody said what to do with it, or where nothing
-    can be written."""
+def check_folder(folder: Path, data: Path, resume: bool, overwrite: bool) -> None:
+    """Before the work begins: fail where nothing can be written, where the data would be written over, and where a run
+    is in the folder and nobody said what to do with it."""
+    place, source = folder.resolve(), data.resolve()
+    if source in (place / name for name in FILES) or (source.is_dir() and place.is_relative_to(source)):
+        raise ValueError(
+            f"bilevel-clean: {data} is or would be among the results in {folder}; use an --out outside of the data."
+        )
     if resume and overwrite:
         raise ValueError("bilevel-clean: --resume keeps a run and --overwrite replaces it; give one of them.")
     there = [name for name in FILES if (folder / name).exists()]
@@ -55,7 +60,7 @@ def resumed(folder: Path, cleaner: Cleaner, data: Any, how: dict[str, Any], deci
         raise ValueError(
             f"bilevel-clean: the run in {folder} has other settings ({'; '.join(other)}). Use the same, or --overwrite."
         )
-    rows = read(data, **how)
+    rows = data if isinstance(data, Rows) else read(data, **how)
     new = rows if decisions is None else decided(rows, read_decisions(decisions, rows))
     if old.fitted.fingerprint != fingerprint(new):
         raise ValueError(
