@@ -291,9 +291,10 @@ def test_descent_in_rotated_coordinates_is_the_same_but_for_what_is_dropped() ->
 
 
 def table1_runs(folder: Path) -> list[str]:
-    """Runs on digits for the table and for both figures."""
-    figures = {"table": ["--seeds", "2"], "figure2": ["--every", "1,5"], "figure3": ["--steps", "4,8"]}
+    """Runs on digits for the table and for the figures."""
+    figures = {"table": ["--seeds", "2"], "figure2": ["--every", "1,5"], "figure3": ["--steps", "4,8"], "figure1": []}
     for name, flags in figures.items():
+        flags = [*flags, *([] if name == "table" else ["--baselines", "none", "--rho", "0.8"])]
         assert main([*SMALL, "--paper", *flags, "--out", str(folder / name)]) == 0
     return [str(folder / name) for name in figures]
 
