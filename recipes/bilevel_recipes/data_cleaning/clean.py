@@ -71,7 +71,7 @@ def clean(
     def h(model: nn.Module, count: float, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
         return (torch.sigmoid(lam[i]) * F.cross_entropy(model(x), y, reduction="none")).sum() / count
 
-    def g(model: nn.Module, count: float, x: Tensor, y: Tensor) -> Tensor:
+    def g(model: Callable[[Tensor], Tensor], count: float, x: Tensor, y: Tensor) -> Tensor:
         return summed(lambda x, y: F.cross_entropy(model(x), y, reduction="sum"), x, y, batch_size) / count
 
     for step in range(len(history), outer_steps):

@@ -147,8 +147,8 @@ def page(
 def _machine(v: dict[str, Any], studies: list[dict[str, Any]]) -> str:
     seconds = [f"{_shown(s['command']).rpartition('/')[2]} {sum(r['seconds'] for r in s['runs']):.0f}" for s in studies]
     return (
-        f"{date.today().isoformat()}, {v['machine']}, {os.cpu_count()} cores, Python {v['python']}, torch {v['torch']}, "
-        f"{v['cuda'] or 'no GPU'}, {v['threads']} thread(s) a process. Wall-clock seconds of the methods themselves: "
+        f"{date.today().isoformat()}, {v['machine']}, {os.cpu_count()} cores, Python {v['python']}, "
+        f"torch {v['torch']}, {v['cuda'] or 'no GPU'}, {v['threads']} thread(s) a process. Wall-clock seconds of the methods themselves: "
         f"{', '.join(seconds)}."
     )
 
@@ -159,11 +159,12 @@ def _claims(rows: list[Record], lines: list[list[str]]) -> str:
     for r in rows:
         cells.setdefault(cell_of(r), {})[r["method"]] = r["f1_clean"]
     behind = sum(c.get("validation-only", 0) > c.get("bigsam", 0) for c in cells.values())
+    holds, all_lines = sum(line[-1] == "yes" for line in lines), len(lines)
     seeds = " or ".join(str(n) for n in sorted({r["seeds"] for r in rows}))
     return (
-        f"F1 of the clean class, mean ± standard deviation over {seeds} seeds; the best of each line in bold. `bigsam` is "
-        f"above `gd` and above the paper's improved model in **{sum(line[-1] == 'yes' for line in lines)} of {len(lines)}** "
-        f"lines. A classifier of the checked samples alone, which the paper does not have, is above `bigsam` in {behind}."
+        f"F1 of the clean class, mean ± standard deviation over {seeds} seeds; the best of each line in bold. "
+        f"`bigsam` is above `gd` and above the paper's improved model in **{holds} of {all_lines}** lines. A classifier "
+        f"of the checked samples alone, which the paper does not have, is above `bigsam` in {behind}."
     )
 
 
@@ -184,8 +185,8 @@ def _settings(settings: dict[str, Any], records: list[Record]) -> str:
         f"{settings['outer_steps']} outer steps of Adam with rate {settings['eta']:g}; the paper trains a ResNet-18 "
         f"until the outer problem converges. {patches or 'No data set'}: features of whitened patches, learnt without "
         f"labels, in place of pixels. The inner loop runs in the {settings['components']} first principal components. "
-        "`validation-only` is a classifier of the checked samples alone, on all pixels or features: a label it disagrees "
-        "with is called wrong. Rates were chosen on seed 0."
+        "`validation-only` is a classifier of the checked samples alone, on all pixels or features: a label it "
+        "disagrees with is called wrong. Rates were chosen on seed 0."
     )
 
 
