@@ -148,8 +148,8 @@ def _machine(v: dict[str, Any], studies: list[dict[str, Any]]) -> str:
     seconds = [f"{_shown(s['command']).rpartition('/')[2]} {sum(r['seconds'] for r in s['runs']):.0f}" for s in studies]
     return (
         f"{date.today().isoformat()}, {v['machine']}, {os.cpu_count()} cores, Python {v['python']}, "
-        f"torch {v['torch']}, {v['cuda'] or 'no GPU'}, {v['threads']} thread(s) a process. Wall-clock seconds of the methods themselves: "
-        f"{', '.join(seconds)}."
+        f"torch {v['torch']}, {v['cuda'] or 'no GPU'}, {v['threads']} thread(s) a process. "
+        f"Wall-clock seconds of the methods themselves: {', '.join(seconds)}."
     )
 
 
@@ -163,8 +163,8 @@ def _claims(rows: list[Record], lines: list[list[str]]) -> str:
     seeds = " or ".join(str(n) for n in sorted({r["seeds"] for r in rows}))
     return (
         f"F1 of the clean class, mean ± standard deviation over {seeds} seeds; the best of each line in bold. "
-        f"`bigsam` is above `gd` and above the paper's improved model in **{holds} of {all_lines}** lines. A classifier "
-        f"of the checked samples alone, which the paper does not have, is above `bigsam` in {behind}."
+        f"`bigsam` is above `gd` and above the paper's improved model in **{holds} of {all_lines}** lines. A "
+        f"classifier of the checked samples alone, which the paper does not have, is above `bigsam` in {behind}."
     )
 
 
