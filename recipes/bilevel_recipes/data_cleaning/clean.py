@@ -83,10 +83,10 @@ def clean(
                 loop.step(*share(next(noisy), group), outer=share(next(checked)[:2], group))
             lam.grad = loop.hypergrad(lam, outer=share(validation, group))
             with torch.no_grad():
-                value = ranks.mean(g(loop, *share(validation, group)), group)
+                value = number(ranks.mean(g(loop, *share(validation, group)), group))  # waits for a device
         adam.step()
         spent = time.perf_counter() - begin + (history[-1]["seconds"] if history else 0.0)
-        history.append({"step": step + 1, "g": number(value), "kept": number((lam >= 0).sum()), "seconds": spent})
+        history.append({"step": step + 1, "g": value, "kept": number((lam >= 0).sum()), "seconds": spent})
         if on_step is not None:
             on_step({"lam": host(lam), "adam": adam.state_dict(), "history": history})
     return Result(host(lam), history)

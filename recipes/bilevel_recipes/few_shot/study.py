@@ -58,7 +58,7 @@ class Method:
     model: Annotated[tuple[str, ...], names(list(ENCODERS))] = ("conv4",)
     """Encoders."""
     solvers: Annotated[tuple[str, ...], names(list(SOLVERS))] = ("bigsam",)
-    """Inner solvers. split: a part of the support set takes the place of the queries in the steps on g."""
+    """Inner solvers. split: steps on g see one half of the queries, the outer loss is taken on the other half."""
     steps: Counts = (5,)
     """Inner steps K."""
     every: Counts = (1,)
