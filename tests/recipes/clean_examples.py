@@ -57,6 +57,7 @@ def example_verdict(rows: Rows, share: float = 0.5, seed: int = 0) -> Verdict:
         checked=rows.checked,
         checked_accuracy=0.91,
         base_accuracy=0.4,
+        false_alarms=0.01,
         method="A linear model and a noise matrix, both learnt from the checked rows.",
         warnings=["The class 'bird' has 4 checked rows; its suspects are less certain."],
         history=[{"step": k, "outer_loss": 1 / (k + 1), "weight_decay": 0.1 * k} for k in range(5)],

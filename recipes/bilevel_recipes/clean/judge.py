@@ -137,7 +137,7 @@ class _Case:
         return Folds(x, self.y, self.checked, self.fold, penalty, group, self.classes)
 
     def cross_fit(self, folds: Folds, noise: Noise, name: str, outer_steps: int, rounds: int) -> Tensor:
-        """Learn the outer variables from some of the rows, then the logits of all by classifiers that have not seen them."""
+        """Learn the outer variables from some rows; return the logits of all, each by a classifier of other folds."""
         rows = self._sample()
         some = folds if rows is None else _take(folds, rows)
         steps = self.options.steps
@@ -222,6 +222,7 @@ def _posterior(log_p: Tensor, log_matrix: Tensor, y: Tensor) -> Tensor:
 def checked_alone(x: Tensor, y: Tensor, checked: Tensor, fold: Tensor, classes: int) -> Tensor:
     """log p of every row by a classifier of the checked rows alone; a checked row by one of the other folds' rows."""
     from sklearn.linear_model import LogisticRegression
+    from threadpoolctl import threadpool_limits
 
     inputs, penalty = precondition(x)
     inputs = (inputs * penalty.rsqrt()).double().cpu().numpy()  # the principal components themselves
@@ -239,14 +240,15 @@ def checked_alone(x: Tensor, y: Tensor, checked: Tensor, fold: Tensor, classes: 
         return np.log(p)
 
     best: tuple[float, NDArray[Any], float] = (-math.inf, np.empty(0), 1.0)
-    for c in (0.1, 1.0, 10.0, 100.0):
-        held = np.zeros((len(labels), classes))
-        for f in np.unique(folds[at]):
-            rows = at & (folds == f)
-            held[rows] = predict(at & (folds != f), rows, c)
-        score = float(held[at, labels[at]].mean())
-        best = max(best, (score, held, c), key=lambda found: found[0])
-    best[1][~at] = predict(at, ~at, best[2])
+    with threadpool_limits(1):  # the problems are small: threads would only wait for each other
+        for c in (0.1, 1.0, 10.0, 100.0):
+            held = np.zeros((len(labels), classes))
+            for f in np.unique(folds[at]):
+                rows = at & (folds == f)
+                held[rows] = predict(at & (folds != f), rows, c)
+            score = float(held[at, labels[at]].mean())
+            best = max(best, (score, held, c), key=lambda found: found[0])
+        best[1][~at] = predict(at, ~at, best[2])
     return torch.from_numpy(best[1]).to(x.device)
 
 
@@ -279,6 +281,7 @@ def _verdict(
         checked=checked.cpu().numpy(),
         checked_accuracy=accuracy,
         base_accuracy=base,
+        false_alarms=_false_alarms(right, checked),
         method=method,
         warnings=warnings,
         history=history,
@@ -286,6 +289,17 @@ def _verdict(
     )
     warnings.extend(_doubts(found, [called[c] for c in torch.nonzero(counts == 0)[:, 0].tolist()]))
     return found
+
+
+def _false_alarms(right: Tensor, checked: Tensor) -> float:
+    """The share of right labels that are called wrong, from the checked rows: judged as if nobody had checked them.
+
+    Where few rows are checked, none of them may be called wrong by chance: the scores tell what to expect, with the
+    weight of one false alarm.
+    """
+    flagged, others = float((right < 0.5)[checked].sum()), right[~checked]
+    believed = max(1e-6, float(others[others < 0.5].sum() / others.sum()))
+    return (flagged + 1) / (float(checked.sum()) + 1 / believed)
 
 
 def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:

@@ -6,8 +6,8 @@ rows that nobody has checked, through T; a step of BiG-SAM adds the loss on the 
     h(w, λ) = −mean log Σ_c p_c(x)·T[c, y]  +  decay·‖w‖² / 2n       g(w) = −mean log p_y(x)
     w⁺ = w − t·α·∇h − t·(1 − α)·∇g
 
-The outer loss is −log of the probability of all labels as they were given, on rows that the classifier was not trained on.
-The outer variables λ are few: T, the decay, α and a temperature.
+The outer loss is −log of the probability of all labels as they were given, on rows that the classifier was not trained
+on. The outer variables λ are few: T, the decay, α and a temperature.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 
-ENGINE = bilevel.Reverse(memory="auto")  # as fast as the memory allows
 DECAY = 0.5  # the weight decay to begin with, for inputs of unit length
 SPREAD = 2.0  # standard deviation of the prior of a logit of T around that of uniform noise
+
 STRENGTH = 10.0  # of the prior in expectation maximisation: as many rows of each class with uniform noise
 
 
@@ -161,10 +161,12 @@ def learn(
 
     losses: list[float] = []
     while True:
-        rate = 1 / (curvature + float(decay().detach().max()))  # at most the inverse of the curvature of h: it can't diverge
+        rate = 1 / (
+            curvature + float(decay().detach().max())
+        )  # at most the inverse of the curvature of h: it can't diverge
         sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.8)
         rule = bilevel.BiGSAM(1.0, alpha=torch.sigmoid(noise.share)) if solver == "bigsam" else bilevel.GD(1.0)
-        with bilevel.inner(model, h, g, solver=rule, optimizer=sgd, engine=ENGINE) as loop:
+        with bilevel.inner(model, h, g, solver=rule, optimizer=sgd) as loop:
             loop.run(steps, *noisy, outer=verified)
             logits = noise.log_temperature.exp() * loop(folds.x)[rows, folds.fold]
             loss = outer_loss(folds, noise, logits)
@@ -190,7 +192,7 @@ def estimate(folds: Folds, logits: Tensor) -> tuple[Tensor, float]:
 
 
 def expectation_maximisation(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
-    """T of highest likelihood for these probabilities: first one rate of uniform noise, then T with that as its prior."""
+    """T of highest likelihood for these probabilities: one rate of uniform noise, then T with that as its prior."""
     classes, rate = p.shape[1], 0.1
     eye, right = torch.eye(classes, device=p.device, dtype=p.dtype), p.gather(1, y[:, None])[:, 0].clamp_min(1e-9)
     for _ in range(rounds):

@@ -20,6 +20,7 @@ class Verdict:
     noise: C × C; noise[c, d] is the probability that a row of class c was labelled d.
     checked_accuracy: the share of checked rows whose class those models predict. base_accuracy: the share of the
     most frequent class among them, which a model has to pass.
+    false_alarms: the share of right labels that are called wrong, as seen on the checked rows.
     method: one sentence that says what judged. warnings: one sentence for each reason to trust the verdict less.
     history: figures of each outer step. seconds: how long the judging took.
     """
@@ -33,6 +34,7 @@ class Verdict:
     checked: NDArray[np.bool_]
     checked_accuracy: float
     base_accuracy: float
+    false_alarms: float
     method: str
     warnings: list[str] = field(default_factory=list[str])
     history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
@@ -45,7 +47,7 @@ class Verdict:
 
     @property
     def noise_by_class(self) -> NDArray[np.float64]:
-        """The estimated share of wrong labels among the unchecked rows given each class; NaN for a class without any."""
+        """The estimated share of wrong labels among the unchecked rows of each given label; NaN without any row."""
         rows = ~self.checked
         count = np.bincount(self.given[rows], minlength=len(self.noise))
         wrong = np.bincount(self.given[rows], weights=1 - self.score[rows], minlength=len(self.noise))
@@ -53,5 +55,11 @@ class Verdict:
 
     @property
     def expected_precision(self) -> float:
-        """The expected share of the rows called wrong that are wrong; NaN where none is called wrong."""
-        return float(np.mean(1 - self.score[self.issue])) if self.issue.any() else float("nan")
+        """The expected share of the rows called wrong that are wrong; NaN where none is called wrong.
+
+        It rests on `false_alarms`, and not on the scores: these are too sure of themselves where a model is weak.
+        """
+        suspects, unchecked = int(self.issue.sum()), int((~self.checked).sum())
+        if suspects == 0:
+            return float("nan")
+        return max(0.0, 1 - self.false_alarms * unchecked * (1 - self.noise_rate) / suspects)
