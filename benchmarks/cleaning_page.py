@@ -77,7 +77,7 @@ def blocks(results: Results) -> list[Block]:
     return [
         *(table(results, key, title) for key, title in QUALITY.items()),
         means(alarms, "False alarms where no label is wrong"),
-        means(seconds, "Seconds of CPU time; those of the features come to each method"),
+        means(seconds, "Seconds of CPU time"),
     ]
 
 
@@ -121,16 +121,19 @@ NOTES = """\
   *cleanlab-knn*: the nearest neighbours, k of 10, 20, 35 and 50 by cross-validation.
 - **checked-alone**: a logistic regression of the checked rows, C by cross-validation; a label is called wrong
   where another one is predicted.
+- **Seconds of CPU time**: of all threads together; those of the features are to be added to each method.
 - Published labels count as true, and a few of them are wrong: no method can reach 1 everywhere.""".splitlines()
 
 
 def markdown(results: Results) -> str:
-    seeds = max((len(s) for row in results["results"].values() for s in row.values()), default=0)
+    seeds = sorted({int(s) for row in results["results"].values() for rows in row.values() for s in rows})
+    options = f"--seeds {len(seeds)}" + (f" --first-seed {seeds[0]}" if seeds[:1] > [0] else "")
     page = [
         "# Finding wrong labels: many kinds of data sets", "",
-        f"Finished {results['when']}. {origin(results)} Mean ± standard deviation; draws: {seeds}. Made by", "",
-        "```", f"python -m benchmarks.cleaning --data-root DIR --seeds {seeds} --threads {results['threads']} "
-        "--out docs/results", "```", "",
+        f"Finished {results['when']}. {origin(results)} Mean ± standard deviation of the "
+        f"draws with the seeds {', '.join(map(str, seeds))}. Made by", "",
+        "```", f"python -m benchmarks.cleaning --data-root DIR {options} --threads {results['threads']} \\",
+        "    --out docs/results", "```", "",
         *(f"**{sentence}**\n" for sentence in mixed(results)),
         *NOTES, "", "![F1 and average precision of each method on each set](cleaning.png)", "",
     ]  # fmt: skip
@@ -175,7 +178,7 @@ def picture(file: Path, results: Results) -> None:
     names = list(figures(results, "f1"))
     if not names:
         return
-    figure = Figure(figsize=(11, 1.2 + 0.34 * len(names)), layout="constrained")
+    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), layout="constrained")
     for ax, key in zip(figure.subplots(1, 2, sharey=True), ("f1", "ap"), strict=True):
         rows = figures(results, key)
         for method, colour in COLOURS.items():
