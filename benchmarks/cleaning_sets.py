@@ -210,14 +210,14 @@ SETS: dict[str, Draw] = {
     "fashion-tail": Draw(
         "Fashion-MNIST", 5000, 200, "class-dependent", 0.10, LONG_TAIL, 2, "frequencies falling from 1 to 1/100"
     ),
-    "cifar10": Draw("CIFAR-10", 5000, 500, "uniform", 0.10),
-    "cifar10-class": Draw("CIFAR-10", 5000, 500, "class-dependent", 0.15),
+    "cifar10": Draw("CIFAR-10", 5000, 500, "uniform", 0.10, remark="photographs"),
+    "cifar10-class": Draw("CIFAR-10", 5000, 500, "class-dependent", 0.15, remark="photographs"),
     "svhn": Draw("SVHN", 5000, 500, "uniform", 0.20, remark="checked by whole photographs"),
-    "letter": Draw("letter", 20000, 300, "pairwise", 0.15),
-    "adult": Draw("adult", 10000, 200, "class-dependent", 0.10),
-    "sms": Draw("SMS spam", 5574, 100, "uniform", 0.05),
-    "agnews": Draw("AG News", 7600, 200, "pairwise", 0.10),
-    "banking77": Draw("banking77", 10003, 500, "uniform", 0.10),
+    "letter": Draw("letter", 20000, 300, "pairwise", 0.15, remark="a table of 16 numbers"),
+    "adult": Draw("adult", 10000, 200, "class-dependent", 0.10, remark="a table with categories"),
+    "sms": Draw("SMS spam", 5574, 100, "uniform", 0.05, remark="text"),
+    "agnews": Draw("AG News", 7600, 200, "pairwise", 0.10, remark="text"),
+    "banking77": Draw("banking77", 10003, 500, "uniform", 0.10, remark="text, 77 classes"),
 }
 
 
