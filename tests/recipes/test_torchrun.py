@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
-CLEANING = "--dataset digits --solvers bigsam --baselines none --steps 8 --outer-steps 4 --rho 0.3"
+CLEANING = "--dataset digits --solvers bigsam --baselines none --steps 8 --outer-steps 4 --rho 0.3 --batch-size 150"
 FEW_SHOT = (
     "--dataset digits --solvers bigsam --baselines none --batchnorm task --tasks 6 --ways 3 --outer-steps 6 "
     "--test-episodes 40 --curve-points 1 --curve-episodes 20 --save-every 2"

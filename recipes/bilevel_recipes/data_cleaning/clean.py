@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.func import functional_call
 
 import bilevel_plugin as bilevel
 
@@ -71,8 +71,10 @@ def clean(
     def h(model: nn.Module, count: float, x: Tensor, y: Tensor, i: Tensor) -> Tensor:
         return (torch.sigmoid(lam[i]) * F.cross_entropy(model(x), y, reduction="none")).sum() / count
 
-    def g(model: Callable[[Tensor], Tensor], count: float, x: Tensor, y: Tensor) -> Tensor:
-        return summed(lambda x, y: F.cross_entropy(model(x), y, reduction="sum"), x, y, batch_size) / count
+    def g(model: Any, count: float | None, *batch: Tensor) -> Tensor:
+        if count is None:  # the batch is ∇g over the whole checked set: Σ w·∇g is a loss with that gradient
+            return torch.stack([(w * slope).sum() for w, slope in zip(model.parameters(), batch, strict=True)]).sum()
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / count
 
     for step in range(len(history), outer_steps):
         begin = time.perf_counter()
@@ -81,9 +83,8 @@ def clean(
             noisy, checked = batches(train, batch_size, draw), batches(validation, batch_size, draw)
             for _ in range(steps):
                 loop.step(*share(next(noisy), group), outer=share(next(checked)[:2], group))
-            lam.grad = loop.hypergrad(lam, outer=share(validation, group))
-            with torch.no_grad():
-                value = number(ranks.mean(g(loop, *share(validation, group)), group))  # waits for a device
+            value, gradient = slopes(loop, model, g, validation, batch_size, group)
+            lam.grad = loop.hypergrad(lam, outer=(None, *gradient))
         adam.step()
         spent = time.perf_counter() - begin + (history[-1]["seconds"] if history else 0.0)
         history.append({"step": step + 1, "g": value, "kept": number((lam >= 0).sum()), "seconds": spent})
@@ -92,15 +93,20 @@ def clean(
     return Result(host(lam), history)
 
 
-def summed(loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, size: int | None) -> Tensor:
-    """The sum of the loss over chunks of that size; each but a single one is computed again in the backward pass.
+def slopes(loop: Any, model: nn.Module, g: Callable[..., Tensor], data: Pair, size: int | None, group: Any) -> Any:
+    """g(w_K) over all of the data, and ∇g(w_K) of this process's share, one tensor for each weight.
 
-    So the graph of one chunk is in memory at a time, whatever the size of the checked set.
+    They are summed over chunks, so that the graph of one chunk is in memory at a time, whatever the size of the data.
     """
-    chunks = list(zip(x.split(size or len(x)), y.split(size or len(y)), strict=True))
-    if len(chunks) == 1:
-        return loss(x, y)
-    return torch.stack([checkpoint(loss, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+    state, n = loop.state_dict(), len(data[1])
+    weights = [state[name].requires_grad_() for name in loop.weights]
+    value, found = data[0].new_zeros(()), [torch.zeros_like(w) for w in weights]
+    for chunk in zip(*(part.split(size or n) for part in data), strict=True):
+        part = g(lambda x: functional_call(model, state, (x,)), n / ranks.size(group), *ranks.share(chunk, group))
+        value = value + part.detach()
+        for slope, new in zip(found, torch.autograd.grad(part, weights), strict=True):
+            slope += new
+    return number(ranks.mean(value, group)), found
 
 
 def share(batch: tuple[Tensor, ...], group: Any) -> tuple[Any, ...]:
