@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import bilevel_plugin as bilevel
 
 DECAY = 0.5  # the weight decay to begin with, for inputs of unit length
-SPREAD = 2.0  # standard deviation of the prior of a logit of T around that of uniform noise
+SPREAD = 1.0  # standard deviation of the prior of a logit of T around that of uniform noise
 
-STRENGTH = 10.0  # of the prior in expectation maximisation: as many rows of each class with uniform noise
+STRENGTH = 50.0  # of the prior in expectation maximisation: as many rows of each class with uniform noise
 
 
 class Noise(nn.Module):
@@ -99,7 +99,7 @@ class Folds:
         return float(torch.linalg.eigvalsh(x.T @ x / len(x))[-1]) / 2
 
 
-def precondition(x: Tensor, most: int = 256) -> tuple[Tensor, Tensor]:
+def precondition(x: Tensor, most: int = 512) -> tuple[Tensor, Tensor]:
     """Inputs on which gradient descent converges fast, and the penalty that leaves the classifier what it was.
 
     These are the principal components of x, scaled to rows of unit length on average and divided by √(v + 4·DECAY/n),
