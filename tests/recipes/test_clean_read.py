@@ -78,7 +78,7 @@ def test_a_table_is_read_alike_from_every_form(tmp_path: Path, form: str) -> Non
     assert rows.used.tolist() == list(range(12))
     assert rows.skipped.empty
     assert list(rows.skipped) == ["row", "name", "reason"]
-    assert rows.note == "Features: 4 columns (a, b, colour, old)."
+    assert rows.note == "Content: 4 columns (a, b, colour, old)."
     assert rows.title == ("data frame" if form == "frame" else path.name)
 
 
@@ -230,10 +230,10 @@ REVIEW = [f"what a film number {i} was in my town" for i in range(12)]
 def test_a_text_column_is_chosen_and_named() -> None:
     rows = read(table(review=REVIEW))
     assert (rows.kind, rows.content) == ("text", REVIEW)
-    assert rows.note == "Features: the text of column review. Left out: a, b."
+    assert rows.note == "Content: the text of column review. Left out: a, b."
     assert read(table(opinion=REVIEW)).kind == "text"  # the only column of several words
-    assert read(table(opinion=REVIEW, review=REVIEW)).note.startswith("Features: the text of column review.")
-    assert read(table(opinion=REVIEW, other=REVIEW), text="other").note == "Features: the text of column other."
+    assert read(table(opinion=REVIEW, review=REVIEW)).note.startswith("Content: the text of column review.")
+    assert read(table(opinion=REVIEW, other=REVIEW), text="other").note == "Content: the text of column other."
     with pytest.raises(ValueError, match="opinion, other all look like text; choose one with text="):
         read(table(opinion=REVIEW, other=REVIEW))
     assert read(table(opinion=REVIEW), columns=["a"]).kind == "table"
@@ -263,7 +263,7 @@ def test_columns_that_are_no_features_are_left_out_with_a_word() -> None:
     rows = read(frame)
     assert list(rows.content) == ["a", "b"]
     assert rows.note == (
-        "Features: 2 columns (a, b). Left out: id (numbers the rows), user_id (numbers the rows), code (different in "
+        "Content: 2 columns (a, b). Left out: id (numbers the rows), user_id (numbers the rows), code (different in "
         "nearly every row), label_text (repeats label), when (neither numbers nor text), void (empty)."
     )
     assert list(read(frame, columns=["user_id", "code"]).content) == ["user_id", "code"]  # who names them gets them
@@ -321,7 +321,7 @@ def test_images_of_every_mode_and_size_are_converted(tmp_path: Path) -> None:
     rows = read(tmp_path / "mine.csv", root=tmp_path / "photos")
     assert rows.skipped.empty
     assert rows.names == list(due)
-    assert rows.note == "Features: the images of column file. Left out: a, b."
+    assert rows.note == "Content: the images of column file. Left out: a, b."
     for picture, (name, (shape, value)) in zip(rows.content, due.items(), strict=True):
         assert picture.dtype == np.uint8
         assert picture.shape == shape, name
@@ -504,7 +504,7 @@ def test_embeddings_are_the_content_and_the_rest_is_shown(tmp_path: Path, as_fil
     np.testing.assert_array_equal(rows.content, x[rows.used])
     assert [None if p is None else int(p[0, 0]) for p in rows.shown] == [0, 1, 2, 3, 4, 7, None, 9, 10, 11]
     assert rows.skipped["reason"].tolist() == ["NaN or infinite in the embeddings", "no label"]
-    assert rows.note == "Features: embeddings of 3 numbers."
+    assert rows.note == "Content: embeddings of 3 numbers."
     assert rows.warnings == ["1 images could not be read; their rows are judged by embeddings alone."]
     assert read(table(text=REVIEW), embeddings=np.ones((12, 2))).shown == REVIEW
     bare = read(table()[["label", "checked"]], embeddings=np.ones((12, 2), int))

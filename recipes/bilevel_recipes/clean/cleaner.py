@@ -108,7 +108,7 @@ class Cleaner:
         with limited(self.threads):
             progress = progress or _silent
             progress(0.0, "features")
-            x = features(rows, self.features, seed=self.seed, weights=self.weights)
+            x = features(rows, self.features, seed=self.seed, weights=self.weights, quiet=progress is None)
             verdict = judge(x.x, rows.y, rows.checked, classes=len(rows.classes), names=rows.classes, seed=self.seed,
                             device=self.device, options=self.options, progress=progress)  # fmt: skip
             progress(1.0, "done")

@@ -57,13 +57,13 @@ def choose(source: Source, label: Any, taken: set[Any], image: Any, text: Any, c
 
 def _choose_x(x: NDArray[Any]) -> Choice:
     if x.ndim == 2:
-        return Choice("embeddings", [], f"Features: the {x.shape[1]} numbers of each row.")
-    return Choice("images", [], f"Features: images of {x.shape[1]} × {x.shape[2]} pixels.")
+        return Choice("embeddings", [], f"Content: the {x.shape[1]} numbers of each row.")
+    return Choice("images", [], f"Content: images of {x.shape[1]} × {x.shape[2]} pixels.")
 
 
 def _one(kind: Kind, column: Any, others: Sequence[Any] = ()) -> Choice:
     left = f" Left out: {_listed(others)}." if others else ""
-    return Choice(kind, [column], f"Features: the {kind} of column {column}.{left}")
+    return Choice(kind, [column], f"Content: the {kind} of column {column}.{left}")
 
 
 def _listed(names: Sequence[Any]) -> str:
@@ -87,7 +87,7 @@ def _named_columns(table: pd.DataFrame, names: list[Any], taken: set[Any]) -> Ch
     wrong = [name for name in names if not (_is_numeric(table[name]) or _is_category(table[name]))]
     if wrong:
         raise ValueError(f"bilevel-clean: the columns {_listed(wrong)} hold neither numbers nor text; leave them out.")
-    return Choice("table", names, f"Features: {_count(names)}.")
+    return Choice("table", names, f"Content: {_count(names)}.")
 
 
 def _count(names: list[Any]) -> str:
@@ -119,7 +119,7 @@ def _look(table: pd.DataFrame, label: Any, candidates: list[Any]) -> Choice:
             + (f": {left}" if left else "")
             + ". Name feature columns with columns=, a text with text=, image paths with image=, or give embeddings=."
         )
-    return Choice("table", kept, f"Features: {_count(kept)}." + (f" Left out: {left}." if left else ""))
+    return Choice("table", kept, f"Content: {_count(kept)}." + (f" Left out: {left}." if left else ""))
 
 
 def _is_images(name: Any, column: pd.Series) -> bool:

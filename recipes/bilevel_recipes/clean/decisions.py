@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
-from .rows import Rows
+from .rows import Rows, take
 
 COLUMNS = ["row", "name", "given_label", "decision", "label"]
 DECISIONS = ("keep", "relabel", "drop")
@@ -68,20 +67,11 @@ def decided(rows: Rows, decisions: pd.DataFrame) -> Rows:
         used=rows.used[keep],
         y=y[keep],
         checked=checked[keep],
-        content=_take(rows.content, keep),
-        shown=_take(rows.shown, keep),
+        content=take(rows.content, keep),
+        shown=take(rows.shown, keep),
         names=[rows.names[i] for i in keep],
         skipped=pd.concat([rows.skipped, gone], ignore_index=True) if len(gone) else rows.skipped,
     )
-
-
-def _take(content: Any, positions: NDArray[np.int64]) -> Any:
-    """Return these entries of a list, an array or a frame."""
-    if content is None:
-        return None
-    if isinstance(content, pd.DataFrame):
-        return content.iloc[positions]
-    return content[positions] if isinstance(content, np.ndarray) else [content[i] for i in positions]
 
 
 def review_key(rows: Rows, decisions: pd.DataFrame | None = None) -> str:

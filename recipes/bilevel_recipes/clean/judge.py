@@ -84,10 +84,10 @@ def judge(
     warnings: list[str] = []
     alone = checked_alone(rows, y, known, fold, classes)
     method = (
-        "linear classifiers of the features and of the nearest neighbours, with a noise matrix learnt by hypergradients"
+        "Linear classifiers of features and nearest neighbours judge, with a noise matrix learnt by hypergradients."
     )
     if _is_worse(log_p, alone, y, known):
-        log_p, method = alone, "a classifier of the checked rows alone"
+        log_p, method = alone, "A classifier of the checked rows alone judges."
         noise = estimate(case.folds(rows), alone)[0]
         posterior = _posterior(log_p, noise.log(), y)
         warnings.append(

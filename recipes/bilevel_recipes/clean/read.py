@@ -130,7 +130,7 @@ def _contents(choice: Choice | None, source: Source, rows: NDArray[np.int64], em
                 f"{len(reasons)} images could not be read; their rows are judged by embeddings alone."
             ]
     x, reasons = usable_numbers(read_embeddings(embeddings, len(source.table))[rows])
-    note = f"Features: embeddings of {x.shape[1]} numbers."
+    note = f"Content: embeddings of {x.shape[1]} numbers."
     return fields | {"kind": "embeddings", "content": x, "reasons": reasons, "note": note}
 
 
