@@ -84,7 +84,7 @@ def judge(
     warnings: list[str] = []
     alone = checked_alone(rows, y, known, fold, classes)
     method = (
-        "Linear classifiers of features and nearest neighbours judge, with a noise matrix learnt by hypergradients."
+        "Linear classifiers of features and nearest neighbours judge, with a noise matrix from hypergradients."
     )
     if _is_worse(log_p, alone, y, known):
         log_p, method = alone, "A classifier of the checked rows alone judges."
