@@ -41,10 +41,23 @@ def encode(content: Any, name: str, weights: str | Path | None, quiet: bool) -> 
 
     name: "torchvision:resnet18" or "timm:resnet10t". weights: a .pt, .pth or .safetensors file with a state dict.
     """
+    backbone, file = load(name, weights)
+    x = _run(backbone, content, name, quiet)
+    words = f"The features are the {x.shape[1]} outputs before the last layer of {name} ({file.name}), standardised."
+    return x, words
+
+
+def build(name: str) -> Backbone:
+    """Return the model called "torchvision:resnet18" or "timm:resnet10t", with random weights."""
     library, _, model = name.partition(":")
     if library not in _LIBRARIES:
         raise ValueError(f"bilevel-clean: there are no features {name!r}; choose torchvision:NAME or timm:NAME.")
-    backbone = _LIBRARIES[library](model)
+    return _LIBRARIES[library](model)
+
+
+def load(name: str, weights: str | Path | None) -> tuple[Backbone, Path]:
+    """Return the model with its weights, and the file that they are from: `weights`, or the cache of its library."""
+    backbone = build(name)
     file = backbone.cached if weights is None else Path(weights)
     if not file.is_file():
         raise FileNotFoundError(
@@ -52,9 +65,7 @@ def encode(content: Any, name: str, weights: str | Path | None, quiet: bool) -> 
             f"{file}, or name the file that has them with --weights FILE."
         )
     _load(backbone, file, name)
-    x = _run(backbone, content, name, quiet)
-    words = f"The features are the {x.shape[1]} outputs before the last layer of {name} ({file.name}), standardised."
-    return x, words
+    return backbone, file
 
 
 def resized(content: Any, height: int, width: int, colour: bool = False) -> NDArray[np.uint8]:
