@@ -192,53 +192,56 @@ TENTH = "ours: reverse memory=tenth"
 MICRO = "ours: reverse micro=4"
 COMPILED = "ours: reverse compile"
 GOALS = [
-    Goal("`unroll`: time / fastest peer, within the peer's spread", beside_fastest),
-    Goal("`unroll`: time / K plain steps", over_plain("ours: unroll", {"P1": 2.3, "P2": 2.3, "P3": 3.1})),
-    Goal("`unroll`: time / encoder pass", over_plain("ours: unroll", {"P4-5": 1.2, "P4-20": 1.2})),
-    Goal("`memory=` a tenth: memory / leanest peer", over_peer("live", TENTH, {"P1": 0.105, "P2": 0.105}), digits=3),
-    Goal("`memory=` a tenth: time / fastest peer", over_peer("seconds", TENTH, {"P1": 1.5, "P2": 1.5})),
-    Goal("`micro=4`: memory / leanest peer", over_peer("live", MICRO, {"P3": 0.105}), digits=3),
-    Goal("`micro=4`: time / fastest peer", over_peer("seconds", MICRO, {"P3": 1.5})),
-    Goal("`compile=`: memory / leanest peer",
+    Goal("`unroll`: time, relative to the fastest peer (goal: within that peer's spread)", beside_fastest),
+    Goal("`unroll`: time, relative to K plain steps", over_plain("ours: unroll", {"P1": 2.3, "P2": 2.3, "P3": 3.1})),
+    Goal("`unroll`: time, relative to an encoder pass", over_plain("ours: unroll", {"P4-5": 1.2, "P4-20": 1.2})),
+    Goal("`memory=` a tenth of the leanest peer's: memory, relative to that peer",
+         over_peer("live", TENTH, {"P1": 0.105, "P2": 0.105}), digits=3),
+    Goal("the same: time, relative to the fastest peer", over_peer("seconds", TENTH, {"P1": 1.5, "P2": 1.5})),
+    Goal("`micro=4`: memory, relative to the leanest peer", over_peer("live", MICRO, {"P3": 0.105}), digits=3),
+    Goal("`micro=4`: time, relative to the fastest peer", over_peer("seconds", MICRO, {"P3": 1.5})),
+    Goal("`compile=True`: memory, relative to the leanest peer",
          over_peer("live", COMPILED, dict.fromkeys(("P1", "P2", "P3", "P5"), 0.105)), digits=3),
-    Goal("`compile=`: time / fastest peer",
+    Goal("`compile=True`: time, relative to the fastest peer",
          over_peer("seconds", COMPILED, dict.fromkeys(("P1", "P2", "P3", "P5"), 1.3))),
-    Goal("`blocks=\"auto\"`: bytes less the iterates / plain training", large("memory", 1.0)),
-    Goal("`blocks=\"auto\"`: time / `reverse`", large("time", 1.4)),
+    Goal("`blocks=\"auto\"`: memory without the stored states, relative to plain training", large("memory", 1.0)),
+    Goal("`blocks=\"auto\"`: time, relative to `reverse`", large("time", 1.4)),
     Goal("`blocks=\"auto\"`: error in float64", large("error", 1e-10)),
-    Goal("whole run, `fetch=`: MB more at the largest K, beyond the states", whole_run("memory"), digits=1),
-    Goal("whole run, `fetch=`: time / K plain steps", whole_run("time")),
-    Goal("out of the box: times as fast as the fastest peer", out_of_the_box, at_least=True),
-    Goal("time to F1 0.90 / best peer's", quality),
-    Goal("overhead of a step on ten parameters, µs", overhead, digits=0),
-    Goal("time of a step at the largest K / at the smallest", linear),
-    Goal("`forward`: MB more at the largest K", long, digits=1),
+    Goal("whole run with `fetch=`: growth in MB from the smallest to the largest K, without the states",
+         whole_run("memory"), digits=1),
+    Goal("whole run with `fetch=`: time, relative to K plain steps", whole_run("time")),
+    Goal("out of the box: how many times as fast as the fastest peer", out_of_the_box, at_least=True),
+    Goal("time to F1 0.90, relative to the best peer", quality),
+    Goal("overhead of a step on ten parameters, in µs", overhead, digits=0),
+    Goal("time of a step at the largest K, relative to the smallest K", linear),
+    Goal("`forward`: growth in MB from the smallest to the largest K", long, digits=1),
 ]  # fmt: skip
 
 
 # --- the page ---------------------------------------------------------------------------------------------------
 
 
-def page(results: Results, notes: str = "") -> str:
+def page(results: Results) -> str:
     lines = [
         "# Goals: reached or not",
         "",
-        f"{report.origin(results)} From [the tables](benchmarks.md), by `python -m benchmarks.goals`; nothing here is "
-        "written by hand but the notes below the table.",
+        "These are our goals for speed and memory. The table shows the figure of the problem that does worst, so a "
+        "goal counts as reached only if every problem reaches it.",
         "",
         *report.grid(["what", "where", "goal", "found", ""], (goal.row(results) for goal in GOALS)),
         "",
-        "One figure for each goal: that of the problem that comes worst. A tenth has 5 % of tolerance. A row that is "
-        "not measured has no runner here, or one that failed; the tables say why.",
+        "*Not measured* means that this part of the benchmark was not run, or that its runner failed. The goal of a "
+        "tenth of the memory has a tolerance of 5 %.",
         "",
+        f"{report.origin(results)} The figures come from [the tables](benchmarks.md). `python -m benchmarks.goals` "
+        "writes this page; the notes below are kept in `goals_notes.md`.",
     ]
-    return "\n".join([*lines, notes.strip()]).strip() + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def write(folder: Path, results: Results) -> None:
     """goals.md, with goals_notes.md if the folder has one."""
-    notes = folder / "goals_notes.md"
-    (folder / "goals.md").write_text(page(results, notes.read_text() if notes.is_file() else ""))
+    (folder / "goals.md").write_text(report.with_notes(page(results), folder / "goals_notes.md"))
 
 
 def main(argv: Iterable[str] | None = None) -> int:

@@ -1,10 +1,17 @@
-"""From figures to a page."""
+"""The page of the benchmarks, made from benchmarks.json:
+
+    python -m benchmarks.report docs/results
+
+What people have to say about the figures stands in benchmarks_notes.md beside the page, and is added at its end.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
 import statistics
+import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +19,7 @@ from typing import Any
 import torch
 
 from .problems import LARGE, NAMES
-from .runners import Runner
+from .runners import BY_NAME, Runner
 
 Row = dict[str, Any]
 EXACT = 1e-3  # relative error, in float32, up to which a method counts as exact
@@ -46,12 +53,21 @@ def save(folder: Path, results: dict[str, Any]) -> None:
     if "table" in results:
         results["table"] = {n: results["table"][n] for n in NAMES if n in results["table"]}
     (folder / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
-    (folder / "benchmarks.md").write_text(markdown(results))
+    write(folder, results)
     try:
         from . import pictures
     except ImportError:  # no matplotlib
         return
     pictures.draw(folder, results)
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    """benchmarks.md, with benchmarks_notes.md if the folder has one."""
+    (folder / "benchmarks.md").write_text(with_notes(markdown(results), folder / "benchmarks_notes.md"))
+
+
+def with_notes(page: str, notes: Path) -> str:
+    return f"{page.rstrip()}\n\n{notes.read_text().strip()}\n" if notes.is_file() else page
 
 
 # --- figures made of figures ------------------------------------------------------------------------------------
@@ -80,6 +96,10 @@ def megabytes(x: float | None) -> str:
     return "–" if x is None else f"{x / 1e6:,.0f}" if x >= 1e7 else f"{x / 1e6:.1f}"
 
 
+def short(took: float) -> str:
+    return f"{took:.2f}" if took >= 0.1 else f"{took:.4f}"
+
+
 def seconds(found: Sequence[float]) -> str:
     """Median, and from the least to the most."""
     digits = 2 if statistics.median(found) >= 0.1 else 4
@@ -92,29 +112,24 @@ def seconds(found: Sequence[float]) -> str:
 def origin(results: dict[str, Any]) -> str:
     """When and where."""
     s, m = results["setting"], results["machine"]
+    malloc = {"keep": "keeps what was freed", "default": "is as it comes"}[s["malloc"]]
     return (
-        f"Finished {results['when']}. {m['cpu']}, {s['threads']} cores, {m['memory_gib']} GiB, "
-        f"{m['system']}, Python {m['python']}, torch {m['torch']}; {', '.join(m['packages'].values())}. "
-        f"Size: {s['size']}. malloc of all runners: {s['malloc']}."
+        f"Measured on {m['cpu']}, {s['threads']} cores, {m['memory_gib']} GiB, {m['system']}; last run finished "
+        f"{results['when']}. Python {m['python']}, torch {m['torch']}; {', '.join(m['packages'].values())}. "
+        f"Size of the problems: {s['size']}. For all runners alike, malloc {malloc}."
     )
 
 
 def markdown(results: dict[str, Any]) -> str:
-    page = [
-        "# Side by side with the peers",
-        "",
-        f"{origin(results)} Made by",
-        "",
-        "```",
-        *results["commands"],
-        "```",
-        "",
-    ]  # fmt: skip
-    table = results.get("table", {})
+    page = ["# Side by side with other libraries", "", f"{origin(results)} The commands were", ""]
+    page += ["```", *results["commands"], "```", ""]
+    page += ["`python -m benchmarks.report` writes this page from `benchmarks.json`, without measuring anything.", ""]
+    table = {n: results["table"][n] for n in NAMES if n in results.get("table", {})}
     if table:
-        page += [*NOTES, "", "![time against memory](benchmarks_pareto.png)", ""]
-    for name in (n for n in NAMES if n in table):
-        page += large(name, table[name]) if name in LARGE else problem(name, table[name])
+        page += ["## In short", "", *summary(table), "", "![time against memory](benchmarks_pareto.png)", ""]
+        page += ["## How to read the tables", "", *NOTES, *repeated(table), ""]
+    for name, found in table.items():
+        page += large(name, found, table) if name in LARGE else problem(name, found, table)
     for part, write in (("box", out_of_the_box), ("growth", growth), ("overhead", overhead), ("long", long),
                         ("run", run), ("quality", quality)):  # fmt: skip
         if part in results:
@@ -123,18 +138,50 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 NOTES = """\
-- All start from the same weights and data, in float32: K plain gradient steps, the exact gradient of the outer loss.
-  The data are random numbers of the right shapes.
-- **seconds**: median of the rounds (least–most), measured in turns in one process. **× …**: as a multiple of the unit.
-  **/ peer**: relative to the fastest exact peer (the two references are no peers).
-- **resident**: growth of the process at its peak, each case in a process of its own, after set-up and a step.
-  **live**: peak of the bytes that tensors hold, whatever the allocator does. **/ peer**: relative to the leanest one.
-- **error**: relative to the float64 result, on the quick size, with Softplus and average pooling in place of kinks.
-  **operators**: dispatched in one hypergradient (launches, on a GPU).
-- P8: **less iterates**: live bytes less K·|z|, where |z| is counted on the weights and on what the optimizer keeps for
-  them. **/ training**: relative to the live bytes of K plain steps, whose attention is fused. Neither counts the model
-  itself. **error**: in float64, relative to a loop written by hand. The peers are given the attention that has a
-  second derivative; ours takes it by itself. A process that holds more than 8 GiB is ended.""".splitlines()
+- Every runner starts from the same weights and data. It takes K plain gradient steps in float32, and computes the exact
+  gradient of the outer loss. The data are random numbers of the right shapes.
+- A **peer** is another library. Raw autograd and JAX are references, and are not counted as peers.
+- **seconds** is the median of the rounds. All runners take turns in one process. **× plain steps** and **× encoder
+  pass** give the same time in the unit that stands above the table.
+- **live MB** is the peak of the bytes that tensors hold. It does not depend on the allocator.
+- **/ fastest** and **/ leanest** compare with the fastest and the leanest exact peer.
+- **resident MB** (in the details) is the growth of the process at its peak. Each case has its own process, and is
+  measured after set-up and one step.
+- **error** (in the details) is relative to the float64 result. It is measured on the small size of the problem, with
+  Softplus and average pooling instead of functions with kinks.
+- **operators** (in the details) are those dispatched in one hypergradient. On a GPU each would be a kernel launch.
+- P8 compares with plain training of the same model. **less states** is live MB without the K stored states of the
+  weights and the optimizer. **/ training** divides that by the live MB of K plain steps. Neither counts the model
+  itself. **error** is in float64, relative to a loop written by hand. The peers are given an attention kernel that
+  has a second derivative; ours chooses one by itself. A process that holds more than 8 GiB is ended.""".splitlines()
+
+COMPARED = {"`reverse`": "ours: reverse", '`memory="auto"`': "ours: reverse memory=auto",
+            '`blocks="auto"`': "ours: reverse blocks=auto", "`unroll`": "ours: unroll"}  # fmt: skip
+
+
+def summary(table: dict[str, Any]) -> list[str]:
+    """Time and memory of our engines on each problem, relative to the best exact peer."""
+
+    def cell(rows: dict[str, Row], runner: str) -> str:
+        row = rows.get(runner, {"failed": "not run"})
+        if "failed" in row:
+            return "–"
+        if best(rows, "live") is None:
+            return "ran"
+        took = times(value(row, "seconds"), best(rows, "seconds"))
+        return f"{took}, {times(row['live'], best(rows, 'live'))}"
+
+    body = [
+        [f"{name}: {found['title'].split(', ')[1]}, K = {found['steps']}",
+         *(cell(found["rows"], runner) for runner in COMPARED.values())]
+        for name, found in table.items()
+    ]  # fmt: skip
+    return [
+        "Each cell has two numbers: time relative to the fastest exact peer, then memory (live MB) relative to the "
+        "leanest. Below 1 is better than every peer. *Ran* means that it finished and no peer did.",
+        "",
+        *grid(["problem", *COMPARED], body),
+    ]
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -142,26 +189,33 @@ def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (head, rule, *rows)]
 
 
-def problem(name: str, found: dict[str, Any]) -> list[str]:
+def problem(name: str, found: dict[str, Any], table: dict[str, Any]) -> list[str]:
     rows: dict[str, Row] = found["rows"]
     plain = statistics.median(found["plain"]) if found["plain"] else None
-    fastest, live = (best(rows, key) for key in ("seconds", "live"))
+    fastest, leanest = (best(rows, key) for key in ("seconds", "live"))
 
     def cells(runner: str, row: Row) -> list[str]:
         if "failed" in row:
-            return [runner, *["–"] * 8]
+            return [runner, *["–"] * 5]
         took = value(row, "seconds")
-        return [
-            runner, seconds(row["seconds"]) if row.get("seconds") else "–", times(took, plain), times(took, fastest),
-            megabytes(row["resident"]), megabytes(row["live"]),
-            times(row["live"], live), f"{row['error']:.0e}" + " **wrong**" * (not is_exact(row)),
-            "–" if row["operators"] is None else f"{row['operators']:,}",
-        ]  # fmt: skip
+        return [runner + " **wrong**" * (not is_exact(row)), "–" if took is None else short(took), times(took, plain),
+                times(took, fastest), megabytes(row["live"]), times(row["live"], leanest)]  # fmt: skip
 
-    head = ["runner", "seconds", f"× {found['unit']}", "/ peer", "resident MB", "live MB", "/ peer"]
-    head += ["error", "operators"]
-    lines = [*heading(name, found), *grid(head, (cells(r, row) for r, row in rows.items())), ""]
-    return [*lines, *remarks(found), ""]
+    unit = "× " + found["unit"].removeprefix(f"{found['steps']} ")
+    head = ["runner", "seconds", unit, "/ fastest", "live MB", "/ leanest"]
+    lines = [*heading(name, found), *grid(head, (cells(r, row) for r, row in rows.items())), "", *details(rows), ""]
+    return [*lines, *remarks(found, table), ""]
+
+
+def details(rows: dict[str, Row]) -> list[str]:
+    """The figures that few readers need, folded away."""
+    body = [
+        [r, seconds(row["seconds"]) if row.get("seconds") else "–", megabytes(row["resident"]), f"{row['error']:.0e}",
+         "–" if row["operators"] is None else f"{row['operators']:,}"]
+        for r, row in rows.items() if "failed" not in row
+    ]  # fmt: skip
+    head = ["runner", "seconds (least–most)", "resident MB", "error", "operators"]
+    return ['<details markdown="1"><summary>Details</summary>', "", *grid(head, body), "", "</details>"]
 
 
 def heading(name: str, found: dict[str, Any]) -> list[str]:
@@ -172,20 +226,32 @@ def heading(name: str, found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def remarks(found: dict[str, Any]) -> list[str]:
+def remarks(found: dict[str, Any], table: dict[str, Any]) -> list[str]:
     """What stands below a table: why a row has no figures, and what a reader should know of the others."""
     rows: dict[str, Row] = found["rows"]
-    remarks = [f"- {r}: {row['failed'].rstrip('.')}." for r, row in rows.items() if "failed" in row]
-    remarks += [f"- {r}: {row['remark']}." for r, row in rows.items() if row.get("remark")]
-    remarks += [f"- {r}: compiled in {row['prepare']:.1f} s, which is not in its time." for r, row in rows.items()
-                if row.get("prepare", 0) > 1 and ("JAX" in r or "compile" in r)]  # fmt: skip
-    remarks += [f"- {r}: so slow that it was timed once." for r in found.get("once", ())]
+    remarks = [line for line in common_remarks(found) if line not in repeated(table)]
+    remarks += [f"- {r}: compiling took {row['prepare']:.1f} s, which is not counted in its time."
+                for r, row in rows.items() if row.get("prepare", 0) > 1 and ("JAX" in r or "compile" in r)]  # fmt: skip
+    remarks += [f"- {r}: timed once, since it is slow." for r in found.get("once", ())]
     if found.get("tenth") and any("tenth" in r for r in rows):
         remarks += [f"- memory=tenth: `Reverse(memory={found['tenth']})`, a tenth of the leanest peer's live bytes."]
     return remarks
 
 
-def large(name: str, found: dict[str, Any]) -> list[str]:
+def common_remarks(found: dict[str, Any]) -> list[str]:
+    """Remarks that may hold for several problems; a runner's remark in the words that it has today."""
+    rows: dict[str, Row] = found["rows"]
+    failed = [f"- {r}: {row['failed'].rstrip('.')}." for r, row in rows.items() if "failed" in row]
+    return failed + [f"- {r}: {BY_NAME[r].part[1]}." for r, row in rows.items() if row.get("remark") and r in BY_NAME]
+
+
+def repeated(table: dict[str, Any]) -> list[str]:
+    """The remarks that hold for more than one problem, which are made once for all tables."""
+    count = Counter(line for found in table.values() for line in common_remarks(found))
+    return [line for line, n in count.items() if n > 1 and "ended:" not in line]
+
+
+def large(name: str, found: dict[str, Any], table: dict[str, Any]) -> list[str]:
     """P8: beside plain training, since the question is whether what can be trained can be differentiated as well."""
     rows, training = found["rows"], found["training"]
     if "failed" in training:
@@ -200,11 +266,11 @@ def large(name: str, found: dict[str, Any]) -> list[str]:
         return [runner, times(took, plain), times(took, reverse), megabytes(row["live"]), megabytes(less),
                 times(less, training["live"]), f"{row['error']:.0e}"]  # fmt: skip
 
-    head = ["runner", f"× {found['unit']}", "/ reverse", "live MB", "less iterates", "/ training", "error"]
+    head = ["runner", "× plain steps", "/ reverse", "live MB", "less states", "/ training", "error"]
     first = ["plain training", times(plain, plain), times(plain, reverse), megabytes(training["live"])]
     first += [megabytes(training["live"]), "1.00", "–"]
     lines = [*heading(name, found), *grid(head, (first, *(cells(r, row) for r, row in rows.items()))), ""]
-    return [*lines, f"- K·\\|z\\|, the iterates: {megabytes(training['iterates'])} MB.", *remarks(found), ""]
+    return [*lines, f"- The K stored states take {megabytes(training['iterates'])} MB.", *remarks(found, table), ""]
 
 
 def beyond_iterates(runner: str, row: Row, training: Row) -> float:
@@ -214,9 +280,9 @@ def beyond_iterates(runner: str, row: Row, training: Row) -> float:
 
 def out_of_the_box(found: dict[str, Any]) -> list[str]:
     note = (
-        "Ours as the recipes set it up (`bilevel_recipes.malloc.keep_memory`; on P4 an encoder in channels-last, as "
-        "`bilevel_recipes.models.build_encoder` makes it), all others as they come; each case in a process of its "
-        "own, whose second hypergradient is timed."
+        "Ours is set up as in the recipes: `bilevel_recipes.malloc.keep_memory`, and on P4 an encoder in channels-last "
+        "from `bilevel_recipes.models.build_encoder`. The others are as they come. Each case has its own process, and "
+        "its second hypergradient is timed."
     )
     lines = ["## Out of the box", "", note, ""]
     for name, rows in found.items():
@@ -239,7 +305,10 @@ def growth(found: dict[str, Any]) -> list[str]:
 
     body = [[r, *(cell(row[k]) if k in row else "" for k in horizons)] for r, row in rows.items()]
     head = ["runner", *(f"K = {k}" for k in horizons)]
-    note = "Each case in a process of its own: how it grows by the first hypergradient, and the time of the second."
+    note = (
+        "Each case has its own process. The memory is the growth in the first hypergradient, the time that of the "
+        "second."
+    )
     lines = [f"## P6: how time and memory grow ({found['title']})", "", note, ""]
     return [*lines, *grid(head, body), "", "![growth](benchmarks_growth.png)", ""]
 
@@ -257,8 +326,8 @@ def overhead(found: dict[str, Any]) -> list[str]:
             for name, took in rows.items()]  # fmt: skip
     head = ["loop", "µs a step", "with its share of the gradient", "step, above by hand", "all, above by hand"]
     note = (
-        f"`nn.Linear(4, 2)` on 8 samples, {found['steps']} steps, one thread, in turns. By hand: the same loss, "
-        "`create_graph=True`. `reverse` runs each step again for the gradient."
+        f"`nn.Linear(4, 2)` on 8 samples, {found['steps']} steps, one thread, in turns. *By hand* is the same loss "
+        "with `create_graph=True`. `reverse` runs each step again for the gradient."
     )
     return [*lines, note, "", *grid(head, body), ""]
 
@@ -272,7 +341,10 @@ def long(found: dict[str, Any]) -> list[str]:
         else [engine, k, f"{row['seconds']:.1f}", f"{row['resident'] / 1e6:.1f}", row["plan"]]
         for engine, k, row in cases
     ]  # fmt: skip
-    note = "How far the process grows in one hypergradient; `forward` follows one outer variable, a regulariser."
+    note = (
+        "`resident MB` is by how much the process grows in one hypergradient. `forward` has one outer variable, a "
+        "regulariser."
+    )
     lines = [f"## P7: long loops ({title})", "", note, ""]
     return [*lines, *grid(["engine", "K", "seconds", "resident MB", "plan"], body), ""]
 
@@ -290,9 +362,9 @@ def run(found: dict[str, Any]) -> list[str]:
     body = [[name, *(megabytes(each.get(k, {}).get("own")) for k in horizons), last(each)]
             for name, each in rows.items()]  # fmt: skip
     note = (
-        "How far the process grows in one hypergradient, in MB; pages of files are not counted. Time: at the largest K "
-        "that has a figure, over as many plain steps. A process that holds more than "
-        f"{found['limit'] / 2**30:.0f} GiB is ended."
+        "The columns of K show by how many MB the process grows in one hypergradient. Pages of files are not counted. "
+        "The last column is the time at the largest K that finished, relative to as many plain steps. A process that "
+        f"holds more than {found['limit'] / 2**30:.0f} GiB is ended."
     )
     lines = [f"## P9: a whole run ({title})", "", note, ""]
     lines += [*grid(["loop", *(f"K = {int(k):,}" for k in horizons), "× plain steps"], body), ""]
@@ -318,7 +390,20 @@ def quality(found: dict[str, Any]) -> list[str]:
         body.append([label, *cells, f"{top:.3f}", f"{len(row['curve'])} in {row['curve'][-1][0]:.0f} s"])
     head = ["loop", *(f"F1 ≥ {t}" for t in targets), "highest F1", "outer steps"]
     note = (
-        "The paper's protocol, the same rates for all: linear model, K = 100, inner rate 0.05, Adam with rate 0.2 on λ."
-        " Seconds until F1 of the clean class is above the target and stays there for 10 outer steps."
+        "The paper's protocol with the same rates for all: linear model, K = 100, inner rate 0.05, Adam with rate 0.2 "
+        "on λ. A cell is the number of seconds until F1 of the clean class exceeds the target and stays there for 10 "
+        "outer steps."
     )
     return [*lines, note, "", *grid(head, body), ""]
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    folders = [Path(x) for x in (sys.argv[1:] if argv is None else argv)] or [Path("docs/results")]
+    for folder in folders:
+        write(folder, load(folder))
+        print(f"written to {folder}/benchmarks.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -91,7 +91,7 @@ def test_command(tmp_path):
     assert all(row["seconds"] > 0 and row["plain"] > 0 for row in run["higher"].values())
     assert "\n| ours: checkpoint=sqrt | " in out
     page = (tmp_path / "goals.md").read_text()
-    assert "| `unroll`: time / K plain steps | P1 | ≤ 2.30 | " in page
+    assert "| `unroll`: time, relative to K plain steps | P1 | ≤ 2.30 | " in page
     assert "not measured" in page
     assert page.endswith("## A note\n")
     for picture in ("pareto", "growth", "run"):
@@ -112,6 +112,27 @@ def test_only_the_exact_are_compared_with():
         "absent": {"group": "peer", "failed": "not installed"},
     }
     assert report.best(rows, "seconds") == 3.0
+
+
+def test_summary_is_relative_to_the_best_peer():
+    def rows(peer):
+        return {"ours: unroll": {"group": "ours", "error": 1e-7, "seconds": [3.0], "live": 10}, "higher": peer}
+
+    ran = {"group": "peer", "error": 1e-7, "seconds": [2.0], "live": 40, "remark": ""}
+    ended = {"group": "peer", "failed": "ended: it held too much"}
+    table = {n: {"title": "data, model", "steps": 3, "rows": rows(p)} for n, p in (("P1", ran), ("P2", ended))}
+    assert report.summary(table)[-2:] == [
+        "| P1: model, K = 3 | – | – | – | 1.50, 0.25 |",
+        "| P2: model, K = 3 | – | – | – | ran |",
+    ]
+
+
+def test_a_remark_on_several_problems_is_made_once():
+    absent = {"group": "peer", "failed": "not installed"}
+    table = {n: {"rows": {"Betty": absent} | other} for n, other in (("P1", {}), ("P2", {"BOAT": absent}))}
+    assert report.repeated(table) == ["- Betty: not installed."]
+    assert report.remarks(table["P1"], table) == []
+    assert report.remarks(table["P2"], table) == ["- BOAT: not installed."]
 
 
 # --- P9 and the memory of plain training ------------------------------------------------------------------------
