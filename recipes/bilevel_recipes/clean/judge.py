@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .noise import Folds, Noise, estimate, learn, precondition
+from .noise import Folds, Noise, estimate, expectation_maximisation, learn, precondition
 from .verdict import Verdict
 
 Progress = Callable[[float, str], None]
@@ -75,20 +76,20 @@ def judge(
     begin, options = time.perf_counter(), options or Options()
     _refuse(x, given, checked, classes)
     place = torch.device(device)
-    rows = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)).to(place)
-    y, known = (torch.from_numpy(np.asarray(a)).to(place) for a in (np.asarray(given, np.int64), checked))
-    steps = _Progress(2 + 2 * options.outer_steps // 2 + options.outer_steps + 4, progress)
-    fold = _folds(y, known, min(options.folds, int(known.sum())), seed)
+    rows = torch.from_numpy(_centred(x)).to(place)
+    # copies: PyTorch warns of arrays that can't be written to, and refuses those with negative strides
+    y, known = (torch.from_numpy(np.array(a, kind)).to(place) for a, kind in ((given, np.int64), (checked, np.bool_)))
+    steps = _Progress(8 + options.outer_steps + options.outer_steps // 2, progress)
+    fold = stratified(y, known, min(options.folds, int(known.sum())), seed)
     case = _Case(y, known, fold, classes, options, seed, steps)
     posterior, log_p, noise, history = case.judge(rows)
     warnings: list[str] = []
     alone = checked_alone(rows, y, known, fold, classes)
-    method = (
-        "Linear classifiers of features and nearest neighbours judge, with a noise matrix from hypergradients."
-    )
+    steps("checked rows alone")
+    method = "Linear classifiers of features and nearest neighbours judge, with a noise matrix from hypergradients."
     if _is_worse(log_p, alone, y, known):
         log_p, method = alone, "A classifier of the checked rows alone judges."
-        noise = estimate(case.folds(rows), alone)[0]
+        noise = expectation_maximisation(alone[~known].exp(), y[~known])
         posterior = _posterior(log_p, noise.log(), y)
         warnings.append(
             "The labels that nobody checked did not help to predict the checked ones, so a classifier of the checked "
@@ -98,6 +99,14 @@ def judge(
         y, known, posterior, log_p, noise, classes=classes, names=names, method=method, warnings=warnings,
         history=history, seconds=time.perf_counter() - begin,
     )  # fmt: skip
+
+
+def _centred(x: NDArray[Any]) -> NDArray[np.float32]:
+    """The features as single precision, which numbers far from 0 or very large ones would not survive."""
+    if x.dtype == np.float32:
+        return np.array(x, order="C")
+    x = x - x.mean(0, dtype=np.float64)
+    return np.ascontiguousarray(x / max(float(np.abs(x).max()), 1e-300), dtype=np.float32)
 
 
 @dataclass(frozen=True)
@@ -140,20 +149,17 @@ class _Case:
         """Learn the outer variables from some rows; return the logits of all, each by a classifier of other folds."""
         rows = self._sample()
         some = folds if rows is None else _take(folds, rows)
-        steps = self.options.steps
+        train = partial(learn, noise=noise, steps=self.options.steps, solver=self.options.solver)
         for _ in range(rounds):  # expectation maximisation is a good start: hypergradients take over from there
-            logits, _ = learn(some, noise, steps=steps, outer_steps=0)
+            logits, _ = train(some, outer_steps=0)
             noise.set(*_rescaled(estimate(some, logits), noise))
             self.progress(name)
-        logits, losses = learn(
-            some, noise, steps=steps, outer_steps=outer_steps, solver=self.options.solver,
-            on_step=lambda: self.progress(name),
-        )  # fmt: skip
+        logits, losses = train(some, outer_steps=outer_steps, on_step=lambda: self.progress(name))
         self.history.extend({"inputs": name, "step": i, "loss": loss} for i, loss in enumerate(losses))
         if rows is not None:
-            logits, _ = learn(folds, noise, steps=steps, outer_steps=0)
+            logits, _ = train(folds, outer_steps=0)
             noise.set(*_rescaled(estimate(folds, logits), noise))
-            logits, _ = learn(folds, noise, steps=steps, outer_steps=0)
+            logits, _ = train(folds, outer_steps=0)
         return logits
 
     def _sample(self) -> Tensor | None:
@@ -189,7 +195,7 @@ def _rescaled(found: tuple[Tensor, float], noise: Noise) -> tuple[Tensor, float]
     return found[0], found[1] * float(noise.log_temperature.detach().exp())
 
 
-def _folds(y: Tensor, checked: Tensor, count: int, seed: int) -> Tensor:
+def stratified(y: Tensor, checked: Tensor, count: int, seed: int) -> Tensor:
     """A fold for each row, so that each fold has its share of the checked and of the other rows of each class."""
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=draw).to(y.device)
@@ -330,19 +336,24 @@ def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:
 
 def _refuse(x: NDArray[Any], given: NDArray[Any], checked: NDArray[Any], classes: int) -> None:
     shapes = np.shape(x), np.shape(given), np.shape(checked)
-    if len(shapes[0]) != 2 or shapes[1:] != ((shapes[0][0],), (shapes[0][0],)):
+    if len(shapes[0]) != 2 or shapes[0][1] == 0 or shapes[1:] != ((shapes[0][0],), (shapes[0][0],)):
         raise ValueError(
             "bilevel-clean: judge takes features (rows × numbers), and one label and one mark for each row; got arrays "
             f"of shapes {', '.join(map(str, shapes))}."
         )
     if not np.isfinite(x).all():
         raise ValueError("bilevel-clean: the features hold NaN or infinite numbers; fill or drop those rows first.")
-    if np.min(given) < 0 or np.max(given) >= classes:
+    if np.asarray(checked).dtype != np.bool_:
+        raise TypeError(f"bilevel-clean: checked must hold booleans; got {np.asarray(checked).dtype}.")
+    if not np.issubdtype(np.asarray(given).dtype, np.integer):
+        raise TypeError(
+            "bilevel-clean: labels must be whole numbers, the positions of their classes; got "
+            f"{np.asarray(given).dtype}."
+        )
+    if len(given) and (np.min(given) < 0 or np.max(given) >= classes):
         raise ValueError(
             f"bilevel-clean: labels must lie in 0 to {classes - 1}; got {np.min(given)} to {np.max(given)}."
         )
-    if np.asarray(checked).dtype != np.bool_:
-        raise TypeError(f"bilevel-clean: checked must hold booleans; got {np.asarray(checked).dtype}.")
     if checked.all() or len(np.unique(given[checked])) < 2:
         raise ValueError(
             "bilevel-clean: some rows must be checked, of at least two classes, and some must not be; got "

@@ -93,10 +93,11 @@ class Folds:
         nn.init.zeros_(linear.bias)
         return nn.Sequential(linear, nn.Unflatten(1, (self.count, self.classes)))
 
-    def curvature(self) -> float:
-        """The largest curvature that a cross-entropy of these inputs can have."""
+    def curvature(self) -> Callable[[float], float]:
+        """The largest curvature that α·h + (1 − α)·g can have without the decay, as a function of α."""
         x = torch.cat([self.x, torch.ones_like(self.x[:, :1])], 1)
-        return float(torch.linalg.eigvalsh(x.T @ x / len(x))[-1]) / 2
+        noisy, verified = (part.T @ part / len(part) for part in (x[~self.checked], x[self.checked]))
+        return lambda alpha: float(torch.linalg.eigvalsh(alpha * noisy + (1 - alpha) * verified)[-1]) / 2
 
 
 def precondition(x: Tensor, most: int = 512) -> tuple[Tensor, Tensor]:
@@ -161,11 +162,12 @@ def learn(
 
     losses: list[float] = []
     while True:
-        rate = 1 / (
-            curvature + float(decay().detach().max())
-        )  # at most the inverse of the curvature of h: it can't diverge
+        alpha = torch.sigmoid(noise.share)
+        share = float(alpha.detach()) if solver == "bigsam" else 1.0
+        # at most the inverse of the largest curvature, which changes with α: the loop can't diverge
+        rate = 1 / (curvature(share) + share * float(decay().detach().max()))
         sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.8)
-        rule = bilevel.BiGSAM(1.0, alpha=torch.sigmoid(noise.share)) if solver == "bigsam" else bilevel.GD(1.0)
+        rule = bilevel.BiGSAM(1.0, alpha=alpha) if solver == "bigsam" else bilevel.GD(1.0)
         with bilevel.inner(model, h, g, solver=rule, optimizer=sgd) as loop:
             loop.run(steps, *noisy, outer=verified)
             logits = noise.log_temperature.exp() * loop(folds.x)[rows, folds.fold]
@@ -179,28 +181,38 @@ def learn(
         adam.step()
 
 
-def estimate(folds: Folds, logits: Tensor) -> tuple[Tensor, float]:
-    """The noise matrix and the temperature of highest likelihood for these logits."""
-    at, best = folds.checked, (math.inf, torch.empty(0), 1.0)
-    for temperature in torch.logspace(-2, 3, 16, base=2).tolist():
-        log_p = (temperature * logits).log_softmax(1)
-        matrix = expectation_maximisation(log_p[~at].exp(), folds.y[~at])
-        loss = given_label_loss(log_p[~at], folds.y[~at], matrix.log()).sum()
-        total = float(loss + F.nll_loss(log_p[at], folds.y[at], reduction="sum"))
-        best = min(best, (total, matrix, temperature), key=lambda found: found[0])
-    return best[1], best[2]
-
-
 def expectation_maximisation(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
-    """T of highest likelihood for these probabilities: one rate of uniform noise, then T with that as its prior."""
+    """T of highest likelihood for these probabilities and given labels, with uniform noise as its prior."""
+    matrix = prior = uniform_noise(p, y, rounds)
+    given = F.one_hot(y, p.shape[1]).to(p.dtype)
+    for _ in range(rounds):
+        posterior = F.normalize(p * matrix[:, y].T, p=1, dim=1)
+        matrix = F.normalize(posterior.T @ given + STRENGTH * prior, p=1, dim=1)
+    return matrix
+
+
+def uniform_noise(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
+    """T of highest likelihood among those where every class has the same rate and any wrong label is as frequent."""
     classes, rate = p.shape[1], 0.1
     eye, right = torch.eye(classes, device=p.device, dtype=p.dtype), p.gather(1, y[:, None])[:, 0].clamp_min(1e-9)
     for _ in range(rounds):
         wrong = (1 - right) * rate / (classes - 1)
         rate = float((wrong / (wrong + right * (1 - rate))).mean().clamp(1e-3, 0.95))
-    prior = (1 - rate) * eye + rate * (1 - eye) / (classes - 1)
-    matrix, given = prior, F.one_hot(y, classes).to(p.dtype)
-    for _ in range(rounds):
-        posterior = F.normalize(p * matrix[:, y].T, p=1, dim=1)
-        matrix = F.normalize(posterior.T @ given + STRENGTH * prior, p=1, dim=1)
-    return matrix
+    return (1 - rate) * eye + rate * (1 - eye) / (classes - 1)
+
+
+def estimate(
+    folds: Folds, logits: Tensor, matrix_of: Callable[[Tensor, Tensor], Tensor] = expectation_maximisation
+) -> tuple[Tensor, float]:
+    """The noise matrix and the temperature of highest likelihood for these logits.
+
+    matrix_of: gives the noise matrix for the probabilities and the given labels of the rows that nobody has checked.
+    """
+    at, best = folds.checked, (math.inf, torch.empty(0), 1.0)
+    for temperature in torch.logspace(-2, 3, 16, base=2).tolist():
+        log_p = (temperature * logits).log_softmax(1)
+        matrix = matrix_of(log_p[~at].exp(), folds.y[~at])
+        loss = given_label_loss(log_p[~at], folds.y[~at], matrix.log()).sum()
+        total = float(loss + F.nll_loss(log_p[at], folds.y[at], reduction="sum"))
+        best = min(best, (total, matrix, temperature), key=lambda found: found[0])
+    return best[1], best[2]
