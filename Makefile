@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs figures release-check fuzz soak sentinel optimizers loops loop-cost attention plan bench bench-quick memory gpu-check clean
+.PHONY: demo test lint types docs figures release-check fuzz soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper bench \
+	bench-quick memory gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,7 +42,7 @@ docs: $(VENV)/.test
 
 # The pictures of the docs and the table of imports, each in less than a minute.
 figures: $(VENV)/.test
-	for f in architecture imports engines paper schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
+	for f in architecture imports engines paper report schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
 
 # Wheel and sdist, the wheel in an empty environment, README's example against it. See docs/release.md.
 release-check: $(VENV)/.test
@@ -90,6 +91,28 @@ soak: $(VENV)/.test
 	HYPOTHESIS_PROFILE=wide BAD_DATA_LOG=$(CURDIR)/runs/bad_data.csv $(BIN)/pytest tests/recipes/test_bad_data.py
 	$(BIN)/python tests/recipes/bad_data_summary.py runs/bad_data.csv
 	$(BIN)/python tests/leaking.py docs/results/leaks.png
+
+# Where public data are: make cleaning DATA='dir1 dir2'. What is missing there is not run.
+ROOTS = $(foreach d,$(DATA),--data-root $(d))
+
+# Finding wrong labels beside cleanlab, on many kinds of data: about half an hour on one core. It goes on where it was interrupted.
+cleaning: $(VENV)/.test
+	$(BIN)/python -m benchmarks.cleaning --seeds 3 --first-seed 100 --threads 1 --out docs/results $(ROOTS)
+
+# Ways to find the noise matrix: CLEANING_MATRIX_TIME.
+cleaning-matrix: $(VENV)/.test
+	$(BIN)/python -m benchmarks.cleaning_matrix --seeds 3 --first-seed 200 --threads 1 --out docs/results $(ROOTS)
+
+# The paper's Table 1 and Figures 1 to 3: about 70 minutes on one core. It goes on where it was interrupted. DATA is one folder.
+PAPER = $(BIN)/python -m bilevel_recipes.data_cleaning --paper --resume --threads 1 $(if $(DATA),--data-root $(DATA))
+TWO = --dataset mnist,svhn --solvers gd,bigsam --baselines none
+paper: $(VENV)/.test
+	$(PAPER) --dataset mnist,fashion-mnist,mnist-qmnist-labels,svhn,cifar10 --seeds 5 --out runs/table1
+	$(PAPER) $(TWO) --outer-steps 20 --out runs/figure1
+	$(PAPER) $(TWO) --rho 0.8 --seeds 2 --every 1,5,10,20 --out runs/figure2
+	$(PAPER) $(TWO) --rho 0.8 --seeds 2 --steps 25,50,100,200 --out runs/figure3
+	$(BIN)/python -m bilevel_recipes.data_cleaning.table1 runs/table1 runs/figure1 runs/figure2 runs/figure3 --out docs/results
+	$(BIN)/python -m docs.figures.paper
 
 # Side by side with the peers: time, memory, error, time to quality; and the page of goals, which `python -m benchmarks.goals` makes again.
 # `bench` takes over an hour, `bench-quick` less than five minutes.
