@@ -1,6 +1,8 @@
 import getpass
 import os
 import tempfile
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,35 @@ settings.register_profile("default", max_examples=40, derandomize=True, **quiet)
 settings.register_profile("wide", max_examples=400, **quiet)
 settings.register_profile("fuzz", max_examples=2000, **quiet)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+# these need the recipes, the site, the benchmarks or the peers; the rest runs with torch, numpy, pytest and hypothesis
+_BEYOND_THE_CORE = {
+    "test_architecture.py",
+    "test_benchmarks.py",
+    "test_benchmarks_cleaning.py",
+    "test_benchmarks_matrix.py",
+    "test_docs.py",
+    "test_gpu_check.py",
+    "test_peers.py",
+    "test_site.py",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", action="store_true", help="only tests that need torch, numpy and hypothesis alone")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    beyond = collection_path.name in _BEYOND_THE_CORE or collection_path.parent.name in ("recipes", "loops")
+    return True if config.getoption("--core") and beyond else None
+
+
+@pytest.fixture
+def transformers():
+    """Hugging Face's package, whose own imports warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 @pytest.fixture(autouse=True)

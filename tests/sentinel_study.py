@@ -24,7 +24,6 @@ import torch
 import zoo
 from problems import relative
 from torch import Tensor
-from tqdm import tqdm
 
 import bilevel_plugin as bilevel
 
@@ -173,6 +172,8 @@ def _names(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    from tqdm import tqdm  # not needed by the tests, which import this file
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--honest", type=int, metavar="N", help="how many honest problems to run (default: all)")
     parser.add_argument("--dishonest", type=int, metavar="N", help="how many dishonest ones (default: all)")

@@ -373,8 +373,7 @@ def test_autocast():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
-def test_hugging_face_models(name):
-    transformers = pytest.importorskip("transformers")
+def test_hugging_face_models(name, transformers):
     small = {
         "vocab_size": 13,
         "hidden_size": 8,

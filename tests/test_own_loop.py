@@ -1055,14 +1055,7 @@ def test_recomputing_backwards_at_a_fixed_point(reentrant, engine):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_gradient_checkpointing_of_hugging_face(family, reentrant):
-    from bilevel_recipes import vision
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the package's own imports
-        vision.torchvision("transforms")  # transformers imports it where it is installed
-        import transformers
-
+def test_gradient_checkpointing_of_hugging_face(family, reentrant, transformers):
     sizes = {"vocab_size": 11, "attn_implementation": "eager"}
     if family == "bert":
         wide = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}

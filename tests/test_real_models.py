@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import bilevel_plugin as bilevel
-from bilevel_recipes import vision
 
 
 class Sequence(nn.Module):
@@ -151,12 +150,9 @@ def test_replaced_buffers_are_carried_along():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_hugging_face_model_from_a_config(family):
+def test_hugging_face_model_from_a_config(family, transformers):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the package's own imports
-        vision.torchvision("transforms")  # transformers imports it where it is installed
-        import transformers
-
+        warnings.simplefilter("ignore")  # of the package's own making
         sizes = {
             "vocab_size": 11,
             "hidden_size": 8,
