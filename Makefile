@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint types docs figures release-check fuzz soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper bench \
+.PHONY: demo test lint types docs figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper bench \
 	bench-quick memory gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -55,6 +55,10 @@ fuzz: $(VENV)/.test
 	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto -k "differences or implicit"
 	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py -n auto -k "not (differences or implicit)"
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
+
+# The core tests on the oldest Python and torch that pyproject.toml allows, in .venv-oldest; downloads several GB.
+oldest:
+	$(PYTHON) tools/oldest.py
 
 # Long: the sentinel and gradcheck on 460 honest problems and 175 dishonest ones; about two minutes.
 sentinel: $(VENV)/.test
@@ -136,4 +140,4 @@ memory: $(VENV)/.test
 	$(BIN)/python -m benchmarks.memory
 
 clean:
-	rm -rf $(VENV) runs site dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest runs site dist .pytest_cache .ruff_cache .hypothesis
