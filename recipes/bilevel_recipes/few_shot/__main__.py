@@ -1,4 +1,8 @@
-"""Train encoders for few-shot tasks, compare solvers, write a report."""
+"""Train encoders for few-shot tasks, compare solvers, write a report.
+
+`bilevel-fewshot PHOTOS` trains one on a folder of one's own, `bilevel-fewshot predict RUN SUPPORT QUERY` recognises new
+classes; each has a --help of its own. Without a folder, the flags below are for studies on public data sets.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,26 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import tyro
+
 from .. import command
-from . import output, study
+from ..malloc import keep_memory
+from . import output, photos, predict, study
+from .collection import without_prefix
 from .study import Settings
+
+OWN = """examples:
+  bilevel-fewshot photos                                  a folder with one folder for each class
+  bilevel-fewshot list.csv --root photos                  a CSV file with the columns file and label
+  bilevel-fewshot photos --encoder torchvision:resnet18 --weights resnet18.pth --frozen      in seconds
+  bilevel-fewshot predict runs/photos support query       then: new classes from a few pictures of each
+"""
+
+PREDICT = """examples:
+  bilevel-fewshot predict runs/photos support query       with the encoder that bilevel-fewshot photos has trained
+  bilevel-fewshot predict torchvision:resnet18 support query --weights resnet18.pth      a model as it is
+  bilevel-fewshot predict patches support query           features that are learnt from these pictures
+"""
 
 EXAMPLES = """examples:
   python -m bilevel_recipes.few_shot                                       digits and their turns as classes, in seconds
@@ -45,8 +66,33 @@ RECIPE = command.Recipe(
 )
 
 
+def parse(argv: Sequence[str]) -> Any:
+    """Read the command line of a study, of PHOTOS, or of predict; leave with code 2 where a flag is misspelt."""
+    if not argv or argv[0].startswith("-"):
+        return command.parse(RECIPE, argv)
+    words, kind, prog, text = (argv, photos.Command, "bilevel-fewshot", f"{photos.__doc__}\n{OWN}")
+    if argv[0] == "predict":
+        words, kind, prog, text = argv[1:], predict.Command, "bilevel-fewshot predict", f"{predict.__doc__}\n{PREDICT}"
+    style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+    description = text.partition(": ")[2]
+    return tyro.cli(kind, prog=prog, description=description[0].upper() + description[1:], args=words, config=style)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    return command.main(RECIPE, argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0].startswith("-"):
+        return command.main(RECIPE, argv)
+    chosen = parse(argv)
+    keep_memory()
+    try:
+        print(predict.run(chosen, argv[1:]) if argv[0] == "predict" else photos.run(chosen, argv))
+    except KeyboardInterrupt:
+        print("\nbilevel-fewshot: stopped. A training goes on with --resume.", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, ImportError, FloatingPointError) as error:
+        print(f"bilevel-fewshot: error: {without_prefix(error)}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -48,6 +49,16 @@ class Images:
     def items(self) -> int:
         return len(self._x) * self.turns
 
+    @property
+    def fewest(self) -> int:
+        """Images of the smallest class."""
+        return self._fewest
+
+    def digest(self) -> bytes:
+        """A checksum of all images as they are, and of the number in each class."""
+        counts = repr(self._counts.tolist()).encode()
+        return hashlib.sha256(counts + self._x.cpu().contiguous().numpy().tobytes()).digest()
+
     def __getitem__(self, items: Tensor) -> Tensor:
         """The images of these items, normalised: (*items.shape, channels, height, width)."""
         flat = items.flatten()
@@ -78,10 +89,14 @@ class Episodes:
     """Batches of tasks without end: ((support, labels), (query, labels)), images (tasks, n, C, H, W).
 
     What comes next depends on the seed and on how many batches were drawn; `state_dict` remembers both.
+    mirror: swap left and right in a random half of the images.
     """
 
-    def __init__(self, images: Images, tasks: int, ways: int, shots: int, queries: int, seed: int = 0) -> None:
+    def __init__(
+        self, images: Images, tasks: int, ways: int, shots: int, queries: int, seed: int = 0, mirror: bool = False
+    ) -> None:
         self.images, self.tasks, self.ways, self.shots, self.queries = images, tasks, ways, shots, queries
+        self.mirror = mirror
         self._generator = torch.Generator().manual_seed(seed)
         images.draw(1, ways, shots + queries, torch.Generator())  # an impossible request fails here
 
@@ -91,6 +106,9 @@ class Episodes:
     def __next__(self) -> Batch:
         items = self.images.draw(self.tasks, self.ways, self.shots + self.queries, self._generator)
         x = self.images[items]
+        if self.mirror:
+            chosen = torch.rand(items.shape, generator=self._generator) < 0.5
+            x = torch.where(place(chosen, self.images.device)[..., None, None, None], x.flip(-1), x)
         support, query = x[:, : self.shots].flatten(1, 2), x[:, self.shots :].flatten(1, 2)
         return (support, self.labels(self.shots)), (query, self.labels(self.queries))
 

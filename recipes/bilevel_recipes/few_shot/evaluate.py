@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.solvers import Rate
 
 from .episodes import Batch, Images
 from .train import chunk_size, encode, encode_task, loss, prepare, zero_head
@@ -39,7 +40,7 @@ def evaluate(
     shots: int,
     queries: int,
     *,
-    lr: float,
+    lr: Rate,
     steps: Sequence[int] = (5,),
     leaky: int = 0,
     features: str = "sphere",
@@ -50,9 +51,10 @@ def evaluate(
 ) -> dict[str, Score]:
     """Accuracy on the queries of random tasks: heads adapted on their support sets, and the nearest class mean.
 
-    "k" for each k in steps: after k steps of rate lr on the support set alone. "nearest mean": the class whose mean
-    feature on the support set is nearest. "leaky", if its number of steps is not 0: after so many BiG-SAM steps that
-    see the query labels as well, and are judged by the same; it is no measure of anything a user could do.
+    "k" for each k in steps: after k steps of rate lr (a number, or a function of the step) on the support set alone.
+    "nearest mean": the class whose mean feature on the support set is nearest. "leaky", if its number of steps is not
+    0: after so many BiG-SAM steps that see the query labels as well, and are judged by the same; it is no measure of
+    anything a user could do.
     """
     items = images.draw(episodes, ways, shots + queries, torch.Generator().manual_seed(seed))
     f = encoded(encoder, images, items, batchnorm, chunk)
@@ -76,7 +78,7 @@ def evaluate_tasks(
     batches: Iterable[Batch],
     ways: int,
     *,
-    lr: float,
+    lr: Rate,
     steps: Sequence[int] = (5,),
     features: str = "sphere",
     episodes: int = 600,
@@ -138,7 +140,7 @@ def adapted(
     return right
 
 
-def leaks(support: Tensor, y: Tensor, query: Tensor, y_query: Tensor, ways: int, lr: float, steps: int) -> Tensor:
+def leaks(support: Tensor, y: Tensor, query: Tensor, y_query: Tensor, ways: int, lr: Rate, steps: int) -> Tensor:
     """The same with the paper's schedule, whose steps on g see the labels that are asked for."""
     rule = bilevel.BiGSAM(lr, lr, bilevel.power(0.25))
     return adapted(support, y, query, y_query, ways, rule, [steps])[str(steps)]

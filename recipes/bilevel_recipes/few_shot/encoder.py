@@ -1,0 +1,201 @@
+"""A trained encoder as two files: encoder.safetensors, its weights, and encoder.json, all that rebuilds it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor, nn
+
+from .. import runs
+from ..clean import backbones
+from ..clean.pictures import Picture, _array, read_pictures
+from ..models import ENCODERS, build_encoder
+from .collection import Look, own_prefix, resize
+from .heads import Head
+
+WEIGHTS, ABOUT = "encoder.safetensors", "encoder.json"
+FORMAT = 1  # of encoder.json; another number is not read
+Read = str | Path | Image.Image | NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What rebuilds an encoder apart from its weights.
+
+    architecture: a name of `models.ENCODERS`, torchvision:NAME or timm:NAME. height, width: of its images, in pixels.
+    channels: 1 or 3. mean, deviation: of each channel, for values from 0 to 255.
+    """
+
+    architecture: str
+    height: int
+    width: int
+    channels: int
+    mean: list[float]
+    deviation: list[float]
+    head: Head
+    about: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Encoder(nn.Module):
+    """Pictures to features: `encoder(encoder.prepare(pictures))`."""
+
+    def __init__(self, body: nn.Module, spec: Spec) -> None:
+        super().__init__()
+        self.body, self.spec = body, spec
+        scale = torch.tensor([spec.mean, spec.deviation])[:, :, None, None]
+        self.register_buffer("scale", scale, persistent=False)  # it is in encoder.json
+
+    @property
+    def look(self) -> Look:
+        return Look(self.spec.height, self.spec.width, self.spec.channels == 3)
+
+    def prepare(self, pictures: Sequence[Read]) -> Tensor:
+        """Return pictures as N × channels × height × width, normalised as the encoder wants them.
+
+        A picture is a path, a PIL image, or a uint8 array of H × W or H × W × 3; its size and colour are any.
+        """
+        x = torch.from_numpy(resize([_picture(one) for one in pictures], self.look))
+        x = x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)
+        scale: Any = self.scale
+        return (x.to(scale.device) - scale[0]) / scale[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x).flatten(1)
+
+    @torch.no_grad()
+    def encode(self, pictures: Sequence[Read], chunk: int = 32) -> NDArray[np.float32]:
+        """Return the features of pictures as an array; the encoder has to be in eval mode."""
+        parts = [self(self.prepare(pictures[i : i + chunk])) for i in range(0, len(pictures), chunk)]
+        return torch.cat(parts).float().cpu().numpy()
+
+
+def _picture(one: Read) -> Picture:
+    if isinstance(one, Image.Image):
+        return _array(one.copy())
+    if isinstance(one, np.ndarray):
+        if one.dtype != np.uint8 or one.ndim not in (2, 3) or (one.ndim == 3 and one.shape[-1] != 3) or one.size == 0:
+            raise ValueError(
+                f"bilevel-fewshot: a picture is a uint8 array of H × W or H × W × 3; got {one.dtype} of {one.shape}."
+            )
+        return one
+    if not isinstance(one, (str, Path)):
+        raise TypeError(
+            f"bilevel-fewshot: a picture is a path, a PIL image or a uint8 array; got {type(one).__name__}."
+        )
+    file = Path(one).absolute()
+    [found], reasons = read_pictures([file], file.parent)
+    if found is None:
+        raise ValueError(f"bilevel-fewshot: {one}: {reasons[0]}.")
+    return found
+
+
+def build_body(name: str, shape: tuple[int, int, int], seed: int = 0) -> nn.Module:
+    """Return the named architecture with random weights from the seed, checked on one image of this shape."""
+    if ":" in name:
+        with own_prefix(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            body = backbones.build(name).model
+    elif name in ENCODERS:
+        with own_prefix():
+            body = build_encoder(name, shape, seed)
+    else:
+        raise ValueError(
+            f"bilevel-fewshot: there is no encoder {name!r}; choose {', '.join(ENCODERS)}, torchvision:NAME or "
+            "timm:NAME."
+        )
+    check_size(body, name, shape)
+    return body
+
+
+def check_size(body: nn.Module, name: str, shape: tuple[int, int, int]) -> None:
+    """Refuse a size or a number of colours that the model can't take."""
+    training = body.training
+    try:
+        with torch.no_grad():
+            body.eval()(torch.zeros(1, *shape))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise ValueError(
+            f"bilevel-fewshot: {name} can't take images of {shape[1]} × {shape[2]} pixels with {shape[0]} colours "
+            f"({str(error).splitlines()[0]}); choose another --image-size."
+        ) from error
+    finally:
+        body.train(training)
+
+
+def save_encoder(folder: Path, body: nn.Module, spec: Spec) -> None:
+    """Write encoder.safetensors and encoder.json into the folder, each whole or not at all."""
+    from safetensors.torch import save
+
+    content = save({name: value.detach().cpu().contiguous() for name, value in body.state_dict().items()})
+    runs.write(folder / WEIGHTS, content)
+    about = {"format": FORMAT, "sha256": hashlib.sha256(content).hexdigest(), **asdict(spec)}
+    runs.write_text(folder / ABOUT, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+
+
+def load_encoder(run: str | Path) -> Encoder:
+    """Return the encoder of a run, in eval mode: `encoder(encoder.prepare(pictures))` are the features of pictures.
+
+    run: the folder that `bilevel-fewshot PHOTOS` wrote. Nothing is unpickled.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    folder = Path(run)
+    missing = [name for name in (ABOUT, WEIGHTS) if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"bilevel-fewshot: {folder} has no {' and no '.join(missing)}; give the folder of a finished run of "
+            "bilevel-fewshot PHOTOS."
+        )
+    spec, digest = _read_spec(folder / ABOUT)
+    content = (folder / WEIGHTS).read_bytes()
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(
+            f"bilevel-fewshot: {folder / WEIGHTS} is not the file that {ABOUT} was written with; it is damaged, or of "
+            "another run. Copy both files from one run."
+        )
+    body = build_body(spec.architecture, (spec.channels, spec.height, spec.width))
+    try:
+        body.load_state_dict(load(content))
+    except (RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"bilevel-fewshot: {folder / WEIGHTS} does not hold the weights of {spec.architecture} "
+            f"({str(error).splitlines()[0]}); train it again, or use the version named in {ABOUT}."
+        ) from error
+    return Encoder(body, spec).eval().requires_grad_(False)
+
+
+def _read_spec(file: Path) -> tuple[Spec, str]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+        version, digest = found.pop("format"), found.pop("sha256")
+        if version != FORMAT:
+            raise ValueError(f"its format is {version}, and this version reads {FORMAT}")
+        spec = Spec(**{**found, "head": Head(**found["head"])})
+        _check(spec)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"bilevel-fewshot: {file} does not describe an encoder ({error}); copy it again from the run that wrote it."
+        ) from error
+    return spec, digest
+
+
+def _check(spec: Spec) -> None:
+    """Refuse values that would give wrong features in silence, or use up the memory."""
+    sizes = (spec.height, spec.width, spec.channels)
+    if not all(isinstance(n, int) and 1 <= n <= 4096 for n in sizes) or spec.channels not in (1, 3):
+        raise ValueError(f"height, width and channels are {sizes}")
+    numbers = [*spec.mean, *spec.deviation, *spec.head.rates, spec.head.decay]
+    if len(spec.mean) != spec.channels or len(spec.deviation) != spec.channels or not np.isfinite(numbers).all():
+        raise ValueError("mean and deviation have to be finite numbers, one for each channel")
+    if min(spec.deviation) <= 0 or not spec.head.rates or min(numbers[2 * spec.channels :]) < 0 or spec.head.ways < 1:
+        raise ValueError("deviations have to be above 0, and rates at least 0")

@@ -1,0 +1,94 @@
+"""The page of predictions: one HTML file that opens from disk, with no script and no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+
+from .. import runs
+from ..clean.report import _pictures, _remove
+
+if TYPE_CHECKING:
+    from .predict import Predictions
+
+_SHOWN = 8  # support pictures of each class
+_UNSURE = 0.5  # a picture whose most probable class has less than this is marked
+
+
+def write_page(path: Path, found: Predictions, title: str, command: str) -> list[Path]:
+    """Write the page, and return the paths that belong together: the page, and the pictures that do not fit into it.
+
+    Pictures that take more than about 15 MB are files in the folder NAME_files beside the page NAME.html.
+    """
+    env = Environment(loader=PackageLoader("bilevel_recipes.few_shot"), autoescape=True, trim_blocks=True)
+    folder = path.with_name(f"{path.stem}_files")
+    old = set(folder.glob("picture_*")) if folder.is_dir() else set[Path]()
+    chosen = _support_rows(found)
+    examples = [found.pictures[0][i] for i in chosen]
+    addresses, files = _pictures([*examples, *found.pictures[1]], folder)
+    _remove(old - set(files), folder)
+    shown = dict(zip(chosen, addresses, strict=False))
+    page = env.get_template("predictions.html").render(
+        title=title,
+        groups=_groups(found, shown, addresses[len(chosen) :]),
+        figures=_figures(found),
+        words=found.words,
+        sentence=found.sentence(),
+        warnings=[*found.support.warnings, *found.query.warnings],
+        skipped=[*found.support.skipped, *found.query.skipped],
+        command=command,
+        made=json.dumps(runs.versions(), indent=1),
+        unsure=f"{100 * _UNSURE:.0f}",
+    )
+    # a file name that is not UTF-8 reaches Python with characters that can't be written otherwise
+    runs.write(path, page.encode("utf-8", "backslashreplace"))
+    return [path, *files]
+
+
+def _support_rows(found: Predictions) -> list[int]:
+    """The first support pictures of each class."""
+    labels = found.support.labels
+    return [i for name in found.classes for i in [i for i, label in enumerate(labels) if label == name][:_SHOWN]]
+
+
+def _groups(found: Predictions, support: dict[int, Any], query: list[Any]) -> list[dict[str, Any]]:
+    """For each class its support pictures and the queries that were given to it, the least certain first."""
+    order, top = found.order, found.p.max(1)
+    groups: list[dict[str, Any]] = []
+    for k, name in enumerate(found.classes):
+        rows = np.flatnonzero(order[:, 0] == k)
+        rows = rows[np.argsort(top[rows], kind="stable")]
+        cards = [_card(found, int(i), query[int(i)], int(order[i, 1])) for i in rows]
+        total = sum(label == name for label in found.support.labels)
+        examples = [address for i, address in support.items() if found.support.labels[i] == name]
+        groups.append({"name": name, "anchor": f"class-{k}", "cards": cards, "examples": examples, "total": total})
+    return groups
+
+
+def _card(found: Predictions, row: int, address: Any, second: int) -> dict[str, Any]:
+    top = float(found.p[row].max())
+    return {
+        "name": found.query.names[row],
+        "address": address,
+        "percent": f"{100 * top:.0f}",
+        "unsure": top < _UNSURE,
+        "second": found.classes[second],
+        "second_percent": f"{100 * float(found.p[row, second]):.0f}",
+    }
+
+
+def _figures(found: Predictions) -> list[tuple[str, str, str]]:
+    top = found.p.max(1)
+    skipped = len(found.query.skipped)
+    tried = f"{100 * found.right / found.tried:.0f}\u202f%" if found.tried else "unknown"
+    why = f"{found.right} of {found.tried} support pictures" if found.tried else "one picture in each class"
+    return [
+        ("Pictures", f"{len(top):,}", f"{skipped} could not be read" if skipped else "all could be read"),
+        ("Classes", str(len(found.classes)), f"learnt from {len(found.support.names)} pictures"),
+        ("Leave-one-out accuracy", tried, why),
+        ("Below 50\u202f%", f"{int((top < _UNSURE).sum()):,}", "look at these first"),
+    ]

@@ -1,0 +1,223 @@
+"""`bilevel-fewshot predict ENCODER SUPPORT QUERY`: recognise new classes from a few pictures of each."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .. import runs, tables
+from ..clean.pictures import Picture
+from ..clean.report import Picture as Encoded
+from ..clean.report import _picture
+from ..patches import Patches
+from .collection import Files, labelled, look, read, resize, skipped_text, unlabelled
+from .encoder import load_encoder
+from .heads import DEFAULT, Head, leave_one_out, probabilities
+from .page import write_page
+from .photos import File, Folder, Switch, Whole, load_backbone, require_two
+
+TABLE, PAGE = "predictions.csv", "predictions.html"
+_PATCH_SIZE = 64  # pixels of a side at most: what patches learn from larger pictures is the same, for more work
+_LINES = 30  # of the table on the terminal
+
+
+@dataclass(frozen=True)
+class Command:
+    encoder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER")]
+    """The folder of a run of bilevel-fewshot PHOTOS; torchvision:NAME or timm:NAME; or patches, features that are
+    learnt from the pictures at hand."""
+    support: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SUPPORT")]
+    """A folder with one folder for each new class, a few pictures in each; or a .csv file with file and label."""
+    query: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
+    """A folder of pictures to recognise, at any depth; or one picture."""
+    weights: File = None
+    """Weights of a torchvision or timm model; without this flag, those in its library's cache."""
+    out: Folder = None
+    """Folder for the results; without this flag, runs/predict_NAME with the name of QUERY."""
+    overwrite: Switch = False
+    """Replace the predictions in --out."""
+    seed: Whole = 0
+    """Of the filters that patches are made of."""
+    threads: Whole = 0
+    """Torch threads; 0: torch's default."""
+    quiet: Switch = False
+    """Show no progress."""
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """How pictures become features.
+
+    each: makes an array of some pictures, which have any size. finish: makes features of all such arrays, support and
+    query. words: a sentence that says what the features are.
+    """
+
+    each: Callable[[list[Picture]], NDArray[Any]]
+    finish: Callable[[NDArray[Any], NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]
+    head: Head
+    words: str
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What was said of each query, and how far it can be trusted.
+
+    p: queries × classes. right, tried: of support pictures, each recognised by a head fitted to all others.
+    pictures: of support and query, as they are shown.
+    """
+
+    classes: list[str]
+    support: Files
+    query: Files
+    p: NDArray[np.float32]
+    right: int
+    tried: int
+    words: str
+    pictures: tuple[list[Encoded], list[Encoded]]
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """The classes of each query, the most probable first."""
+        return np.argsort(-self.p, axis=1, kind="stable")
+
+    def sentence(self) -> str:
+        """How well the classes can be told apart, by the support set alone."""
+        if not self.tried:
+            return "Each class has one picture, so that nothing is known about the accuracy; add a second one to each."
+        few = "" if self.tried >= 50 else f" This is an estimate from {self.tried} pictures."
+        return (
+            f"Leave-one-out accuracy on the support pictures: {100 * self.right / self.tried:.1f} % ({self.right} of "
+            f"{self.tried}).{few}"
+        )
+
+
+def run(command: Command, argv: Sequence[str]) -> str:
+    """Fit a head to the support set, write what it says of the queries, and return what is printed at the end."""
+    begin, c = time.perf_counter(), command
+    runs.set_up("cpu", c.threads)
+    folder = c.out or Path("runs") / f"predict_{c.query.resolve().stem}"
+    there = [name for name in (TABLE, PAGE) if (folder / name).exists()]
+    if there and not c.overwrite:
+        raise FileExistsError(
+            f"bilevel-fewshot: {folder} holds {' and '.join(there)}; pass --overwrite, or another --out."
+        )
+    found = predict(c)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = tables.csv_text(["file", "class", "probability", "second class", "its probability"], _rows(found))
+    runs.write(folder / TABLE, text.encode("utf-8", "backslashreplace"))
+    words = [word for word in argv if word not in ("--overwrite", "--quiet")]
+    write_page(folder / PAGE, found, c.query.name, shlex.join(["bilevel-fewshot", "predict", *words]))
+    done = f"{TABLE} and {PAGE} written to {folder} in {time.perf_counter() - begin:.0f} s."
+    parts = [_table(found), found.words, found.sentence(), *_notes(found), done, f"Next: open {folder / PAGE}"]
+    return "\n\n".join(filter(None, parts))
+
+
+def predict(c: Command) -> Predictions:
+    """Read both sets of pictures and return the probabilities of the classes."""
+    support, query = labelled(c.support), unlabelled(c.query)
+    require_two(support.labels, support)
+    extractor = _extractor(c, support)
+    shown: tuple[list[Encoded], list[Encoded]] = ([], [])
+    arrays: list[NDArray[Any]] = []
+    kept: list[Files] = []
+    for files, page in zip((support, query), shown, strict=True):
+        array, usable = read(files, lambda pictures, page=page: _both(extractor, pictures, page), c.quiet)
+        arrays.append(array)
+        kept.append(usable)
+    require_two(kept[0].labels, kept[0])
+    f, f_query = (torch.from_numpy(np.ascontiguousarray(x)) for x in extractor.finish(*arrays))
+    _require_finite(f, kept[0])
+    _require_finite(f_query, kept[1])
+    classes = sorted(set(kept[0].labels))
+    y = torch.tensor([classes.index(label) for label in kept[0].labels])
+    p = probabilities(f[None], y[None], f_query[None], len(classes), extractor.head)[0]
+    right, tried = leave_one_out(f, y, len(classes), extractor.head)
+    return Predictions(classes, kept[0], kept[1], p.numpy(), right, tried, extractor.words, shown)
+
+
+def _both(extractor: Extractor, pictures: list[Picture], page: list[Encoded]) -> NDArray[Any]:
+    """Keep what the page shows of the pictures, and return what the features are made of."""
+    page += [shown for picture in pictures if (shown := _picture(picture)) is not None]
+    return extractor.each(pictures)
+
+
+def _require_finite(f: Tensor, files: Files) -> None:
+    bad = [files.names[i] for i in (~f.isfinite().all(1)).nonzero().flatten().tolist()]
+    if bad:
+        raise ValueError(
+            f"bilevel-fewshot: the features of {len(bad)} pictures are NaN or infinite: {', '.join(bad[:20])}. The "
+            "weights of the encoder are probably damaged; train it again, or fetch them again."
+        )
+
+
+def _extractor(c: Command, support: Files) -> Extractor:
+    """Return the encoder that was named: a run, a model with weights from disk, or patches."""
+    run = Path(c.encoder)
+    if c.weights is not None and ":" not in c.encoder:
+        raise ValueError(
+            f"bilevel-fewshot: --weights goes with torchvision:NAME or timm:NAME; the encoder is {c.encoder}."
+        )
+    if c.encoder == "patches" and not (run / "encoder.json").is_file():
+        return _patches(c.seed, support)
+    if c.encoder.startswith(("torchvision:", "timm:")):
+        encoder, file = load_backbone(c.encoder, c.weights, required=True, size=0, head=DEFAULT)
+        assert file is not None
+        words = f"Encoder: {c.encoder} with the weights of {file.name}."
+    elif run.is_dir():
+        encoder = load_encoder(run)
+        words = f"Encoder: {encoder.spec.architecture}, trained in {run}."
+    else:
+        raise FileNotFoundError(
+            f"bilevel-fewshot: there is no run {c.encoder}; give the folder that bilevel-fewshot PHOTOS wrote, "
+            "torchvision:NAME, timm:NAME, or patches."
+        )
+    return Extractor(encoder.eval().encode, lambda f, f_query: (f, f_query), encoder.spec.head, words)
+
+
+def _patches(seed: int, support: Files) -> Extractor:
+    at = look(support, largest=_PATCH_SIZE)
+
+    def finish(x: NDArray[Any], x_query: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        learnt = Patches.learn(np.concatenate([x, x_query]), seed=seed)
+        return learnt.encode(x), learnt.encode(x_query)
+
+    words = f"Features: patches, learnt from these pictures at {at.height} × {at.width} pixels without their labels."
+    return Extractor(lambda pictures: resize(pictures, at), finish, DEFAULT, words)
+
+
+# --- words -----------------------------------------------------------------------------------------------------
+
+
+def _rows(found: Predictions) -> list[list[Any]]:
+    """file, class, probability, second class, its probability; in the order of the files."""
+    return [
+        [name, *(cell for k in order[:2] for cell in (found.classes[k], f"{p[k]:.4f}"))]
+        for name, order, p in zip(found.query.names, found.order, found.p, strict=True)
+    ]
+
+
+def _table(found: Predictions) -> str:
+    rows = sorted(_rows(found), key=lambda row: row[2])
+    lines = [
+        [name, first, f"{100 * float(p):.0f} %", second, f"{100 * float(q):.0f} %"]
+        for name, first, p, second, q in rows
+    ]
+    rest = f"\n… and {len(lines) - _LINES} more, in {TABLE}" if len(lines) > _LINES else ""
+    header = ["picture", "class", "probability", "second class", "probability"]
+    title = f"{len(lines)} pictures, {len(found.classes)} classes, the least certain first"
+    return tables.screen([(title, header, lines[:_LINES])]) + rest
+
+
+def _notes(found: Predictions) -> list[str]:
+    skipped = [skipped_text(part.skipped) for part in (found.support, found.query)]
+    return [*found.support.warnings, *found.query.warnings, *skipped]
