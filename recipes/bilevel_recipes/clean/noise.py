@@ -111,6 +111,7 @@ def precondition(x: Tensor, most: int = 512) -> tuple[Tensor, Tensor]:
     variance, axes = torch.linalg.eigh((x.T @ x / len(x)).double())
     variance, axes = variance.flip(0)[:most], axes.flip(1)[:, :most]
     kept = variance > 1e-7 * variance[0]
+    kept[0] = True  # also where all rows are the same, so that there is an input
     scale = (variance[kept] + 4 * DECAY / len(x)).sqrt()
     return x @ (axes[:, kept] / scale).to(x.dtype), scale.pow(-2).to(x.dtype)
 
