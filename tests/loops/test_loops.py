@@ -43,7 +43,7 @@ def test_the_block_ends_where_the_plain_loop_ends(entry: Entry) -> None:
 
 @every
 def test_the_hypergradient_is_the_derivative_of_the_plain_loop(entry: Entry) -> None:
-    assert hypergradient_error(entry) <= HYPERGRADIENT
+    assert hypergradient_error(entry, directions=1) <= HYPERGRADIENT  # `make loops` tries three
 
 
 @every
