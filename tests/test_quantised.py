@@ -153,7 +153,7 @@ def eight_bits(function: type[torch.autograd.Function], dequantised: bool = Fals
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_kernel_without_a_second_derivative_is_refused(engine: str) -> None:
-    with pytest.raises((TypeError, RuntimeError), match=r"backbone\.attention\.1|_ProductOnce"):
+    with pytest.raises(RuntimeError, match=r"_ProductOnce, which is marked once_differentiable"):
         solve(Adapted(eight_bits(_ProductOnce)), engine)
 
 
