@@ -387,7 +387,7 @@ RUNNERS = [
     ),
     Runner(
         "TorchOpt", "peer", with_plain_attention(torchopt), "torchopt", "torchopt", large=True,
-        part=("torchopt._C", "its C++ extension does not load with this torch, so its Python code runs, without a message"),
+        part=("torchopt._C", "its C++ extension does not load with this torch, and it falls back to Python in silence"),
     ),
     Runner("learn2learn", "peer", learn2learn, "learn2learn", "learn2learn"),
     Runner("Betty", "peer", betty, "betty-ml", "betty"),
