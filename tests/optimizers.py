@@ -132,6 +132,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"lr": 0.05, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
     ],
 }
+OPTIONS = {name: sets for name, sets in OPTIONS.items() if hasattr(torch.optim, name)}  # Muon came with torch 2.9
 Factor = float | Callable[[int], float]
 SETTINGS = ("groups", "stepped before", "no gradient", "zero gradient", "scheduler")
 

@@ -1,5 +1,6 @@
 """fetch=: the batch of a step is fetched again where it is replayed, the same bit for bit, and never kept."""
 
+import contextlib
 import gc
 import random
 
@@ -206,8 +207,9 @@ def held(problem, steps, fetch):
         found = {}
         for x in gc.get_objects():
             if type(x) in (torch.Tensor, nn.Parameter) and x.layout == torch.strided:
-                storage = x.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
+                with contextlib.suppress(NotImplementedError):  # a tensor of vmap, left by another test: no memory
+                    storage = x.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
         return sum(found.values())
 
     with bilevel.inner(

@@ -442,7 +442,8 @@ def test_an_error_of_the_program_itself_is_not_hidden(command: Command, monkeypa
 
 def test_ctrl_c_leaves_with_130_and_a_sentence(here: Path) -> None:
     code = (
-        "import sys, time; from bilevel_recipes.clean import __main__ as m; "
+        "import signal, sys, time; from bilevel_recipes.clean import __main__ as m; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a shell has background jobs ignore it
         "m.Cleaner.fit = lambda *_, **__: time.sleep(60); sys.exit(m.main(['fruit.csv']))"
     )
     home = Path(__file__).parents[2]
