@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import weakref
 
 import pytest
@@ -15,6 +16,14 @@ from bilevel_plugin.pullback import compiled
 
 DOUBLE = torch.float64
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler has some of its own
+
+
+@pytest.fixture(autouse=True)
+def _quick(request, monkeypatch):
+    """Inductor takes seconds for each graph: one test and `make fuzz` run its code, the others the graph as traced."""
+    if request.function is not test_the_same_numbers_and_compiled_once and "HYPOTHESIS_PROFILE" not in os.environ:
+        found = compiled.lookup_backend
+        monkeypatch.setattr(compiled, "lookup_backend", lambda _: found("aot_eager"))
 
 
 def problem(*layers):

@@ -11,28 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bilevel_recipes.data_cleaning.__main__ import main as clean
+from bilevel_recipes.few_shot.__main__ import main as few_shot
+
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
-CLEANING = "--dataset digits --solvers bigsam --baselines none --steps 8 --outer-steps 4 --rho 0.3 --batch-size 150"
+CLEANING = "--dataset digits --solvers bigsam --baselines none --steps 8 --outer-steps 4 --rho 0.3 --batch-size 151"
 FEW_SHOT = (
     "--dataset digits --solvers bigsam --baselines none --batchnorm task --tasks 6 --ways 3 --outer-steps 6 "
     "--test-episodes 40 --curve-points 1 --curve-episodes 20 --save-every 2"
 )
 
 
+def words(flags, out):
+    return [*flags.split(), "--threads", "1", "--quiet", "--out", str(out)]
+
+
 def command(ranks, recipe, flags, out):
-    how = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else ["-m"]
-    return [
-        sys.executable,
-        *how,
-        f"bilevel_recipes.{recipe}",
-        *flags.split(),
-        "--threads",
-        "1",
-        "--quiet",
-        "--out",
-        str(out),
-    ]
+    how = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    return [sys.executable, *how, f"bilevel_recipes.{recipe}", *words(flags, out)]
 
 
 def finish(*args, more=()):
@@ -58,22 +55,23 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
-    for recipe, flags in (("data_cleaning", CLEANING), ("few_shot", FEW_SHOT)):
-        finish(1, recipe, flags, folder / recipe)
+    assert clean(words(CLEANING, folder / "data_cleaning")) == 0
+    assert few_shot(words(FEW_SHOT, folder / "few_shot")) == 0
     return folder
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_as_one_process(alone, tmp_path, ranks):
-    out = finish(ranks, "data_cleaning", CLEANING, tmp_path / "data_cleaning")
-    assert out.count("F1 clean") == 1  # one of them talks
-    torch.testing.assert_close(weights(tmp_path / "data_cleaning"), weights(alone / "data_cleaning"), atol=2e-3, rtol=0)
-    finish(ranks, "few_shot", FEW_SHOT, tmp_path / "few_shot")
-    assert_same_encoder(tmp_path / "few_shot", alone / "few_shot")
+def test_cleaning_as_one_process(alone, tmp_path):
+    """The 151 samples of a batch can't be dealt out evenly."""
+    out = finish(2, "data_cleaning", CLEANING, tmp_path)
+    assert out.count("F1 clean") == 1  # one of them prints
+    torch.testing.assert_close(weights(tmp_path), weights(alone / "data_cleaning"), atol=2e-3, rtol=0)
 
 
 def test_a_process_that_dies_stops_the_run_and_another_number_goes_on(alone, tmp_path):
-    """One of two is killed after the first checkpoint: the run ends with a message; three processes finish it."""
+    """One of two is killed after the first checkpoint: the run ends with a message; three processes finish it.
+
+    What they finish is what one process comes to, so that neither two nor three processes train otherwise than one.
+    """
     out = tmp_path / "few_shot"
     run = subprocess.Popen(command(2, "few_shot", FEW_SHOT, out), stderr=subprocess.PIPE, text=True)
     while not list(out.glob("runs/*.pt")):
@@ -82,7 +80,7 @@ def test_a_process_that_dies_stops_the_run_and_another_number_goes_on(alone, tmp
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
     _, errors = run.communicate(timeout=120)
-    assert run.returncode != 0
+    assert run.returncode == 1
     assert "another process of this run is gone" in errors
     finish(3, "few_shot", FEW_SHOT, out, more=["--resume"])
     assert_same_encoder(out, alone / "few_shot")
