@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nbilevel-fewshot: stopped. A training goes on with --resume.", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        print(f"bilevel-fewshot: error: {without_prefix(error)}", file=sys.stderr)
+        hint = " Choose a smaller --eta." if isinstance(error, FloatingPointError) else ""
+        print(f"bilevel-fewshot: error: {without_prefix(error)}{hint}", file=sys.stderr)
         return 2
     return 0
 

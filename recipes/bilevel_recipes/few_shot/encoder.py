@@ -21,6 +21,7 @@ from ..clean.pictures import Picture, _array, read_pictures
 from ..models import ENCODERS, build_encoder
 from .collection import Look, own_prefix, resize
 from .heads import Head
+from .train import prepare
 
 WEIGHTS, ABOUT = "encoder.safetensors", "encoder.json"
 FORMAT = 1  # of encoder.json; another number is not read
@@ -191,6 +192,7 @@ def _read_spec(file: Path) -> tuple[Spec, str]:
 
 def _check(spec: Spec) -> None:
     """Refuse values that would give wrong features in silence, or use up the memory."""
+    prepare(spec.head.features)
     sizes = (spec.height, spec.width, spec.channels)
     if not all(isinstance(n, int) and 1 <= n <= 4096 for n in sizes) or spec.channels not in (1, 3):
         raise ValueError(f"height, width and channels are {sizes}")

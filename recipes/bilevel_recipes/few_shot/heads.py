@@ -52,7 +52,7 @@ def probabilities(f: Tensor, y: Tensor, f_query: Tensor, ways: int, head: Head) 
     f, f_query = prepare(head.features)(f, f_query)
 
     counts = F.one_hot(y, ways).sum(1)
-    weight = 1 / ((counts > 0).sum(1, keepdim=True) * counts.gather(1, y))
+    weight = ((counts > 0).sum(1, keepdim=True) * counts.gather(1, y)).to(f).reciprocal()
 
     def loss(model: nn.Module, f: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         return (

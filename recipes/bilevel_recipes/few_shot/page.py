@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .predict import Predictions
 
 _SHOWN = 8  # support pictures of each class
-_UNSURE = 0.5  # a picture whose most probable class has less than this is marked
+_CLOSE = 0.2  # a picture is marked if its second class is less than this behind the first
 
 
 def write_page(path: Path, found: Predictions, title: str, command: str) -> list[Path]:
@@ -42,7 +42,7 @@ def write_page(path: Path, found: Predictions, title: str, command: str) -> list
         skipped=[*found.support.skipped, *found.query.skipped],
         command=command,
         made=json.dumps(runs.versions(), indent=1),
-        unsure=f"{100 * _UNSURE:.0f}",
+        close=f"{100 * _CLOSE:.0f}",
     )
     # a file name that is not UTF-8 reaches Python with characters that can't be written otherwise
     runs.write(path, page.encode("utf-8", "backslashreplace"))
@@ -70,25 +70,26 @@ def _groups(found: Predictions, support: dict[int, Any], query: list[Any]) -> li
 
 
 def _card(found: Predictions, row: int, address: Any, second: int) -> dict[str, Any]:
-    top = float(found.p[row].max())
+    top, next_best = float(found.p[row].max()), float(found.p[row, second])
     return {
         "name": found.query.names[row],
         "address": address,
         "percent": f"{100 * top:.0f}",
-        "unsure": top < _UNSURE,
+        "unsure": top - next_best < _CLOSE,
         "second": found.classes[second],
-        "second_percent": f"{100 * float(found.p[row, second]):.0f}",
+        "second_percent": f"{100 * next_best:.0f}",
     }
 
 
 def _figures(found: Predictions) -> list[tuple[str, str, str]]:
-    top = found.p.max(1)
+    best = np.sort(found.p, axis=1)
+    close = int((best[:, -1] - best[:, -2] < _CLOSE).sum())
     skipped = len(found.query.skipped)
     tried = f"{100 * found.right / found.tried:.0f}\u202f%" if found.tried else "unknown"
     why = f"{found.right} of {found.tried} support pictures" if found.tried else "one picture in each class"
     return [
-        ("Pictures", f"{len(top):,}", f"{skipped} could not be read" if skipped else "all could be read"),
+        ("Pictures", f"{len(best):,}", f"{skipped} could not be read" if skipped else "all could be read"),
         ("Classes", str(len(found.classes)), f"learnt from {len(found.support.names)} pictures"),
         ("Leave-one-out accuracy", tried, why),
-        ("Below 50\u202f%", f"{int((top < _UNSURE).sum()):,}", "look at these first"),
+        ("Close calls", f"{close:,}", f"the second class is less than {100 * _CLOSE:.0f} points behind"),
     ]
