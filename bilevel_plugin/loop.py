@@ -428,7 +428,9 @@ class Loop:
     def weights(self) -> dict[str, Tensor]:
         """The current weights by name (with tasks: a leading task dimension). Not to be changed in place."""
         self._check_open()
-        return {n: self._z[n] for n in self._binding.parameters}
+        weights = {n: self._z[n] for n in self._binding.parameters}
+        # in a graph that is kept, the ranks' gradients for them are summed on the way back
+        return weights if self._binding.own_parameters else self._binding.weights_for_losses(weights)
 
     @property
     def steps(self) -> int:

@@ -67,6 +67,8 @@ def solve(
         loop.run(steps, outer=(x_val, y_val), micro=micro if group else None, **batch)
         grads = loop.hypergrad(inputs)
         own = loop.hypergrad(mu, loss=(loop(x_val) ** 2).mean())
+        weights = sum(w.square().sum() for w in loop.weights.values())  # and of the weights themselves
+        own = torch.stack([own, loop.hypergrad(mu, loss=weights * loop(x_val).square().mean())])
         loop.backward()
         torch.testing.assert_close([mu.grad, lam.grad], [grads[1], grads[0]], rtol=1e-12, atol=1e-15)
         return {"local": grads[0], "shared": [loop.value, own, *grads[1:]]}
