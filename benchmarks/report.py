@@ -155,8 +155,8 @@ NOTES = """\
   itself. **error** is in float64, relative to a loop written by hand. The peers are given an attention kernel that
   has a second derivative; ours chooses one by itself. A process that holds more than 8 GiB is ended.""".splitlines()
 
-COMPARED = {"`reverse`": "ours: reverse", '`memory="auto"`': "ours: reverse memory=auto",
-            '`blocks="auto"`': "ours: reverse blocks=auto", "`unroll`": "ours: unroll"}  # fmt: skip
+COMPARED = {"`reverse`": "ours: reverse", "`memory=`": "ours: reverse memory=auto",
+            "`blocks=`": "ours: reverse blocks=auto", "`unroll`": "ours: unroll"}  # fmt: skip
 
 
 def summary(table: dict[str, Any]) -> list[str]:
@@ -169,7 +169,7 @@ def summary(table: dict[str, Any]) -> list[str]:
         if best(rows, "live") is None:
             return "ran"
         took = times(value(row, "seconds"), best(rows, "seconds"))
-        return f"{took}, {times(row['live'], best(rows, 'live'))}"
+        return f"{took},\u00a0{times(row['live'], best(rows, 'live'))}"
 
     body = [
         [f"{name}: {found['title'].split(', ')[1]}, K = {found['steps']}",
@@ -178,7 +178,8 @@ def summary(table: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     return [
         "Each cell has two numbers: time relative to the fastest exact peer, then memory (live MB) relative to the "
-        "leanest. Below 1 is better than every peer. *Ran* means that it finished and no peer did.",
+        "leanest. Below 1 is better than every peer. *Ran* means that it finished and no peer did. `memory=` and `blocks=` "
+        'are `Reverse(memory="auto")` and `Reverse(blocks="auto")`.',
         "",
         *grid(["problem", *COMPARED], body),
     ]

@@ -122,7 +122,7 @@ def test_summary_is_relative_to_the_best_peer():
     ended = {"group": "peer", "failed": "ended: it held too much"}
     table = {n: {"title": "data, model", "steps": 3, "rows": rows(p)} for n, p in (("P1", ran), ("P2", ended))}
     assert report.summary(table)[-2:] == [
-        "| P1: model, K = 3 | – | – | – | 1.50, 0.25 |",
+        "| P1: model, K = 3 | – | – | – | 1.50,\u00a00.25 |",
         "| P2: model, K = 3 | – | – | – | ran |",
     ]
 
