@@ -102,11 +102,11 @@ def judge(
 
 
 def _centred(x: NDArray[Any]) -> NDArray[np.float32]:
-    """The features as single precision, which numbers far from 0 or very large ones would not survive."""
-    if x.dtype == np.float32:
-        return np.array(x, order="C")
-    x = x - x.mean(0, dtype=np.float64)
-    return np.ascontiguousarray(x / max(float(np.abs(x).max()), 1e-300), dtype=np.float32)
+    """The features up to a factor, so that single precision holds them: also very large ones, or ones far from 0."""
+    if x.dtype != np.float32:
+        x = x - x.mean(0, dtype=np.float64)
+    exponent = np.frexp(np.abs(x).max())[1]  # a power of two leaves the digits as they are
+    return np.ascontiguousarray(np.ldexp(x, -exponent), dtype=np.float32)
 
 
 @dataclass(frozen=True)
