@@ -178,8 +178,8 @@ def summary(table: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     return [
         "Each cell has two numbers: time relative to the fastest exact peer, then memory (live MB) relative to the "
-        "leanest. Below 1 is better than every peer. *Ran* means that it finished and no peer did. `memory=` and `blocks=` "
-        'are `Reverse(memory="auto")` and `Reverse(blocks="auto")`.',
+        "leanest. Below 1 is better than every peer. *Ran* means that it finished and no peer did. `memory=` and "
+        '`blocks=` are `Reverse(memory="auto")` and `Reverse(blocks="auto")`.',
         "",
         *grid(["problem", *COMPARED], body),
     ]

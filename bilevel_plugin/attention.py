@@ -1,4 +1,4 @@
-"""Attention over long sequences in memory that is linear in the length, and as often differentiable as one likes.
+"""Attention over long sequences, in memory that is linear in the length, and differentiable to any order.
 
 softmax(QKᵀ/√d + M)·V has a matrix of L×S scores, and each of its derivatives has several. But row i of the result
 takes row i of Q and of M alone, and all of K and V. So it is computed for a few rows of Q at a time, and nothing is

@@ -143,12 +143,12 @@ class Binding:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tells whether another binding does the same."""
+        """A key that is equal for bindings that do the same."""
         return tuple((id(holder), name, n) for holder, name, n in (*self._parameter_places, *self._buffer_places))
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """What tells whether another model is of the same make, in the same modes."""
+        """A key that is equal for models of the same structure in the same modes."""
         shapes = tuple((n, p.shape, p.dtype) for n, p in self.parameters.items())
         return tuple((type(m), m.training) for m in self.modules), shapes
 
@@ -205,7 +205,7 @@ class Binding:
         """Raise if the processes that take part are about to do different things."""
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether all is well in every process that takes part."""
+        """Whether this is true in every process that takes part."""
         return ok
 
     def largest_on_any_rank(self, *numbers: int) -> tuple[int, ...]:
@@ -229,7 +229,7 @@ class Binding:
     # --- the block: what the model was, and what it holds now ---
 
     def open(self) -> None:
-        """Take hold of the model, until `close`."""
+        """Save what is in the model, until `close`."""
         self._session = _Session.open(self)
         self.opened = sequence_number()
 
@@ -327,7 +327,7 @@ class Binding:
             )
 
     def check_not_written(self, z: State, k: int) -> None:
-        """Raise if a loss has written to the weights, by a way that no version tells."""
+        """Raise if a loss has written to the weights in a way that does not move their version."""
         if self.holds:
             for n, p in self.parameters.items():
                 if p.device.type == "cpu" and not same_bits(p, z[n]):
@@ -346,7 +346,7 @@ class Binding:
         )
 
     def warn_if_read(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Say once that a loss reads a buffer that a step has changed, by a rule whose derivative is not known."""
+        """Warn once that a loss reads a buffer that a step has changed by a rule whose derivative is not known."""
         for n, grad in grads.items():
             if self.warns and grad is not None and (grad.is_meta or bool(grad.any())):
                 self.warns = False
@@ -848,9 +848,9 @@ def _inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
 
 
 def code_of(loss: Any) -> object:
-    """What is the same for a loss that is made anew for every block: its code, with the switches that it closes over.
+    """A key that is equal for a loss that is defined again for every block: its code, and the switches it closes over.
 
-    Tensors and numbers that it holds may be others each time.
+    The tensors and numbers that it closes over may differ each time.
     """
     if isinstance(loss, WithKeywords):
         return code_of(loss.loss)

@@ -86,9 +86,9 @@ def gradcheck(
 ) -> Report:
     """Check the hypergradient of your own problem, and the second derivatives it needs.
 
-    Runs `steps` inner steps on one batch, compares `hypergrad(inputs)` along random directions with central
-    differences of g(w_K), then the derivatives of h and g that it rests on with differences, in float64; where these
-    fail, the modules are tried one by one and the deepest that fail are named. Model and inputs are left as they were.
+    It runs `steps` inner steps on one batch, and compares `hypergrad(inputs)` along random directions with central
+    differences of g(w_K). Then it compares the derivatives of h and g with differences, in float64. If these fail, it
+    tries the modules one by one, and names the deepest that fail. Model and inputs are left as they were.
 
     Args:
         inputs: leaves to differentiate for; further arguments as in `inner`, `step` and `hypergrad`.

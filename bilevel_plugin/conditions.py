@@ -110,9 +110,9 @@ def set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
 
 @contextmanager
 def undisturbed(binding: Binding) -> Generator[None]:
-    """Modes that a loss sets inside do not stay, and random numbers that it draws are drawn again by what comes after.
+    """Restore modes and random states at the end: later code draws the same random numbers as without this.
 
-    So a look at g changes nothing, and `hypergrad` differentiates the very value that `loop.value` has.
+    So evaluating g changes nothing, and `hypergrad` differentiates the very value that `loop.value` has.
     """
     modes, random = [m.training for m in binding.modules], random_states(binding.devices)
     try:

@@ -45,7 +45,7 @@ def fetched(
     """collate_fn([dataset[i] for i in indices]), as a function for `loop.step(fetch=...)`.
 
     It holds the data set and the indices, and no sample. Augmentation in `dataset[i]` may draw from torch's global
-    generator, from Python's `random` and from NumPy's global generator: a replay puts their states back first.
+    generator, from Python's `random` and from NumPy's global generator: a replay restores their states first.
 
     >>> import torch, bilevel_plugin as bilevel
     >>> data = torch.utils.data.TensorDataset(torch.arange(10.0))
@@ -56,7 +56,7 @@ def fetched(
 
 
 class Source:
-    """Where the batch of a step comes from, and what tells whether it is the same again."""
+    """Where the batch of a step comes from, and how to tell whether it is the same again."""
 
     __slots__ = ("_checksum", "_fetch", "_names", "shapes")
 

@@ -58,34 +58,35 @@ def inner(
     """Make the loop in this block the inner problem of min_λ g(w_K(λ), λ), w⁺ = Φ_k(w, λ).
 
     Use it as `with inner(...) as loop:`, or as a decorator of `def train(loop, ...)`. Inside the block the model holds
-    the current weights w_k; after it, all that was in it before.
+    the current weights w_k. After the block it is as it was before.
 
     Args:
         model: any nn.Module; its trainable parameters are the inner variable w.
         h: the inner loss, h(model, *batch) -> scalar: the loss of the loop you have.
-        g: the outer loss, g(model, *outer) -> scalar. It may be left out where nothing needs it: solver="gd", and
-            `hypergrad(loss=...)`.
+        g: the outer loss, g(model, *outer) -> scalar. It may be left out if nothing needs it, that is, with
+            solver="gd" and `hypergrad(loss=...)`.
         solver: "bigsam", "gd", "bda", "penalty", or an object such as BiGSAM(t, s, alpha, every).
-        lr: the rate of a solver that is given by name (1e-3 if not given). Beside an optimizer, a tensor or a function
-            of k is a factor on the optimizer's rates: so a rate can be learned under a scheduler of torch.
+        lr: the rate of a solver that is given by name (default 1e-3). Together with an optimizer, it is a tensor or a
+            function of k that multiplies the optimizer's rates. So a rate can be learned under a scheduler of torch.
         optimizer: an optimizer of torch.optim over (a part of) the model, or several over parts of it. Their rules are
-            applied to the solver's direction; they are read, never stepped. Or a rule of your own, a function
-            rule(w, d, state, *, lr, count) -> (new w, new state) of one weight: see `optimizer_rule`.
-        direction: a function of the direction, from a dict of tensors by the names of the weights to another. What a
-            loop does to .grad before it clips and steps.
+            applied to the solver's direction. They are read, never stepped. It may also be a rule of your own, a
+            function rule(w, d, state, *, lr, count) -> (new w, new state) of one weight: see `optimizer_rule`.
+        direction: what your loop does to .grad before it clips and steps, as a function from a dict of tensors, keyed
+            by the names of the weights, to another such dict.
         clip: the largest norm of the direction, as in torch.nn.utils.clip_grad_norm_; or `clip_value(...)`.
         engine: "reverse", "unroll", "forward", "cg", "neumann", or an object such as Reverse(checkpoint="sqrt").
-        tasks: N inner problems at once; batches carry the tasks as first dimension, losses are summed. The model keeps
-            its weights; `loop(x)` and `loop.weights` have those of the tasks.
-        group: processes of torch.distributed that solve one inner problem together. Each steps on batches of its own,
-            all hold the same w; h and g are the means over the ranks of what the losses return there.
-        local: with group, outer variables of this rank alone, such as the weights of its own samples. Gradients for
-            any other are summed over the ranks.
-        check: "first" compares the derivatives that the first hypergradient of a model with these losses rests on
-            with differences, at the cost of about fifteen plain steps, and warns if one is off (`DerivativeWarning`);
-            "always" does so in every hypergradient, False never.
+        tasks: the number N of inner problems to solve at once. The first dimension of a batch is the task, and losses
+            are summed over the tasks. The model keeps its weights; `loop(x)` and `loop.weights` have those of the
+            tasks.
+        group: processes of torch.distributed that solve one inner problem together. Each process steps on its own
+            batches, and all hold the same w. h and g are the means over the ranks of what the losses return.
+        local: with group, outer variables that belong to this rank alone, such as the weights of its own samples. The
+            gradients of all other outer variables are summed over the ranks.
+        check: "first" compares derivatives with finite differences in the first hypergradient of a model with these
+            losses, at the cost of about fifteen plain steps. It warns (`DerivativeWarning`) if one is wrong. "always"
+            does so in every hypergradient, False never.
 
-    The outer variable λ needs no registration: it is whatever else requires grad and is used by h or g.
+    The outer variable λ needs no registration: it is every other tensor that requires grad and is used by h or g.
 
     >>> import torch, bilevel_plugin as bilevel
     >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -206,7 +207,7 @@ class Inner:
         self._open[get_ident()].pop().close(announce=kind is None)
 
     def __call__(self, function: Callable[Concatenate[Loop, P], R]) -> Callable[P, R]:
-        """Decorate `def train(loop, ...)`: each call of `train(...)` opens a block of its own."""
+        """Decorate `def train(loop, ...)`: each call of `train(...)` opens a new block."""
 
         @functools.wraps(function)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

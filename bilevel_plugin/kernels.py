@@ -68,7 +68,7 @@ def _several(
 
 
 class _PlainAttention(AbstractContextManager[None]):
-    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the price, in
+    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the cost, in
     chunks for long sequences; and activation checkpointing of the kind that has one.
 
     The switches belong to the process, and so this holds EXCLUSIVE. The function of attention is replaced where torch
@@ -184,7 +184,7 @@ def _attention_in_block(*args: Any, **kwargs: Any) -> Tensor:
 class LongAttention(TorchFunctionMode):
     """Long attention in chunks also where a model has imported the function itself, and calls it by a name of its own.
 
-    A mode has its price, and so it is there for the first look at a loss, and afterwards if that has seen such a call.
+    A mode costs time. So it is on in the first evaluation of a loss, and later only if that found such a call.
     What is under activation checkpointing has to run again as it did at first, when the first look is over: it takes
     the plain kernel.
     """
@@ -295,8 +295,8 @@ def stop_gradient(x: T) -> T:
     """x as a constant in the gradient that a step takes, with its own derivative in the hypergradient.
 
     In a loss, `.detach()` says that a step's gradient does not go through x: a TD target, the other branch of SimSiam,
-    `fake.detach()`. But the weights that the step ends at depend on x all the same, and `.detach()` drops that from the
-    hypergradient. `stop_gradient` takes the same steps, and keeps it.
+    `fake.detach()`. But the weights after the step still depend on x, and `.detach()` drops this dependence from the
+    hypergradient. `stop_gradient` takes the same steps and keeps the dependence.
 
     A buffer that a loss leaves as `stop_gradient(...)` (the hidden state in truncated backpropagation through time, an
     EMA of the weights) is part of the state of the loop: the next step takes it as a constant, the hypergradient does

@@ -47,10 +47,10 @@ Check = Literal["first", "always", False]
 
 
 class Losses(NamedTuple):
-    """The losses that a step evaluated, before it moved; None for one that has weight 0 in it.
+    """The losses that a step evaluated, before it moved. A loss with weight 0 in the step is None.
 
-    aux is what h returned beside its value (`return loss, logits`), without a graph. With micro= it is a list, with
-    an entry for each part of the batch; h and g are those of the whole batch.
+    aux is what h returned beside its value (`return loss, logits`), without a graph. With micro= it is a list with
+    one entry for each part of the batch, while h and g are those of the whole batch.
     """
 
     h: Tensor | None
@@ -125,20 +125,20 @@ class Loop:
         """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
 
         Args:
-            batch: what h takes after the model; arguments by name go to it by name (`loop.step(**batch)`).
-            outer: the batch of g; it stays until another one is given.
-            only: an optimizer of this loop, a module, or parameters: the gradient is taken for these weights, and
-                these alone move.
+            batch: the arguments of h after the model. Keyword arguments are passed on (`loop.step(**batch)`).
+            outer: the batch of g. It is used until another one is given.
+            only: an optimizer of this loop, a module, or parameters. The gradient is taken for these weights, and
+                only these move.
             h: another inner loss, for this step.
-            micro: take the batches of h and g in so many parts along their first dimension, one graph at a time, in
-                the step and in its derivative: the same numbers, in the memory of one part. For losses that are means
-                or sums over samples; that is found out by their values, once for a loss, and refused if it is neither.
-            reduction: "mean" or "sum", to say which the losses are: nothing is compared then.
-            fetch: a function without arguments that gives the batch of h, in its place: a tuple, or a dict for
-                arguments by name. It is called again when the step is replayed, with the random numbers that it drew,
-                so that the batch is not kept; a batch that differs is an error. See `fetched`.
+            micro: split the batches of h and g into this many parts along their first dimension. Only the graph of one
+                part exists at a time, in the step and in its derivative; the result is the same. The losses must be
+                means or sums over samples. This is tested on their values, once for each loss.
+            reduction: "mean" or "sum" states which the losses are, and skips that test.
+            fetch: a function without arguments that returns the batch of h: a tuple, or a dict of keyword arguments.
+                It is called again when the step is replayed, with the same random numbers, so the batch is not kept. A
+                batch that differs is an error. See `fetched`.
 
-        After `accumulate`, a step takes no batch: it moves by what was gathered. Returns the losses before the step.
+        After `accumulate`, a step takes no batch and uses the sum of the gradients. Returns the losses before the step.
         """
         self._check_open()
         parts = checked(micro, reduction)
@@ -199,9 +199,9 @@ class Loop:
     ) -> Losses:
         """Add the gradient of h on this micro-batch to that of the next step, as .backward() does without a step.
 
-        `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is let go at once. The
-        gradients are summed: divide the loss by their number where you want the mean, as in the plain loop. To take
-        one batch in parts, without a change of its numbers, there is `micro`; for this and `fetch` see `step`.
+        `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is freed at once. The
+        gradients are summed: divide the loss by their number if you want the mean, as in the plain loop. To split one
+        batch without changing the result, use `micro`. `micro` and `fetch` are explained in `step`.
         """
         self._check_open()
         parts = checked(micro, reduction)
@@ -387,13 +387,13 @@ class Loop:
         return self.step(*batch, outer=outer, **named)
 
     def train(self, mode: bool = True) -> Loop:
-        """Set the model to training mode; its modes are put back after the block."""
+        """Set the model to training mode; its modes are restored after the block."""
         self._check_open()
         self._binding.model.train(mode)
         return self
 
     def eval(self) -> Loop:
-        """Set the model to evaluation mode; its modes are put back after the block."""
+        """Set the model to evaluation mode; its modes are restored after the block."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -457,7 +457,7 @@ class Loop:
     def commit_(self, *, optimizer: bool = False) -> None:
         """Write the current weights and buffers into the model, as a warm start for what comes after the block.
 
-        With `optimizer`, so are momentum, moments and step counts into the state of the optimizers.
+        With `optimizer`, momentum, moments and step counts are written into the state of the optimizers too.
         """
         self._check_open()
         self._monitor.raise_if_not_finite()
@@ -506,9 +506,9 @@ class Loop:
         Args:
             inputs: a tensor, a list, a dict, or a module (a dict of its trainable parameters). The parameters of
                 the inner model itself stand for its initial weights w_0.
-            outer: the batch of g, if it is not that of the last step.
-            loss: another outer loss in place of g, computed from `loop(x)` or `loop.weights`.
-            allow_unused: give zeros for an input that no loss reaches, instead of an error.
+            outer: the batch of g, if it differs from that of the last step.
+            loss: another outer loss instead of g, computed from `loop(x)` or `loop.weights`.
+            allow_unused: return zeros for an input that no loss depends on, instead of an error.
             create_graph: make the result differentiable (engine="unroll" only).
             retain_graph: keep the graph behind tensors of the batch (an encoder's), to go through it again.
         """
@@ -529,8 +529,8 @@ class Loop:
     ) -> None:
         """Add d g(w_K(λ), λ)/dλ into the `.grad` of every leaf that h or g reaches, as loss.backward() would.
 
-        The weights of the inner model are no outer variable and get nothing, unless `inputs` names them (as in
-        learning an initialisation). `inputs` restricts the gradient to what it names.
+        The weights of the inner model are not an outer variable and get no gradient, unless `inputs` names them (to
+        learn an initialisation). `inputs` restricts the gradient to the tensors it names.
         """
         if inputs is not None:
             wanted = list(flatten(inputs).values())
@@ -669,7 +669,7 @@ class Loop:
     # --- what could make it another loop ---
 
     def _refuse_graph_to_weights(self, where: str, batch: tuple[Any, ...]) -> None:
-        """A batch that was computed from this loop's weights has a path that a step would not see."""
+        """Refuse a batch that was computed from this loop's weights: a step would cut its graph."""
         tensors = [x for x in tensors_of(batch) if x.requires_grad]
         if tensors:
             inner = {id(p) for p in self._binding.parameters.values()} | {id(x) for x in self._z.values()}
@@ -698,7 +698,7 @@ class Loop:
             )
 
     def _check_outer_variables(self) -> None:
-        """Where graphs are kept, what they hold of λ must be λ still."""
+        """Where graphs are kept, refuse an outer variable that has changed since a graph used it."""
         for x, version in self._outer_variables:
             if not x.requires_grad:
                 raise RuntimeError(
@@ -768,7 +768,7 @@ class _OuterLoss(End):
 
     @contextmanager
     def traced(self, z: State | None = None, *, once: bool = False) -> Generator[Traced]:
-        """With `once`, for a gradient and nothing more: the graph is let go as it is gone through."""
+        """With `once`, the graph is freed while the gradient is taken."""
         loop, binding, since = self._loop, self._loop._binding, sequence_number()
         with EXCLUSIVE, undisturbed(binding), loop._inside(z, twice=not once) as inside, torch.enable_grad():
             value = binding.loss("g", self._g, inside, self._batch)

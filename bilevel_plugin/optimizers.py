@@ -1,7 +1,7 @@
 """The rules of torch.optim, as formulas that autograd can differentiate: (w, d, state, options) ↦ (w⁺, state⁺).
 
-One formula for each class, for one weight. `d` is the direction, which stands where `.grad` does; `state` holds the
-optimizer's tensors for this weight, and is empty at first; `count` is 1 in the first update that the weight has. The
+There is one formula for each class, for one weight. `d` is the direction, in place of `.grad`. `state` holds the
+optimizer's tensors for this weight, and is empty at first. `count` is 1 in the first update of the weight. The
 other options are those of the parameter group, under torch's names. Any option may be a tensor that requires grad.
 
 torch's own steps with `differentiable=True` are not used: they turn a rate that is a tensor into a number, and divide
@@ -123,7 +123,7 @@ def _direction_by_average(
 
 
 def is_on(option: Any) -> bool:
-    """Whether an option takes part: a tensor of value 0 does, since it may be differentiated for."""
+    """Whether an option is in use. A tensor of value 0 is, since its derivative may be wanted."""
     return isinstance(option, Tensor) or bool(option)
 
 

@@ -67,7 +67,7 @@ class ParallelBinding(Binding):
         return self.count_once_across_ranks(x)
 
     def count_once_across_ranks(self, x: Tensor) -> Tensor:
-        """All ranks hold x outside of their losses, and gradients are summed over the ranks: 1/N of it on each."""
+        """Scale the gradient of x by 1/N: each rank uses x outside of its losses, and the ranks are summed."""
         return x.detach() + (x - x.detach()) / self._ranks if x.requires_grad else x
 
     def weights_for_losses(self, w: State) -> State:
@@ -194,7 +194,7 @@ def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
 
 
 def _fingerprint(x: Tensor) -> Tensor:
-    """A number that another order of the same entries does not have."""
+    """A checksum that depends on the order of the entries."""
     flat = x.flatten().double()
     return flat @ torch.cos(torch.arange(1.0, len(flat) + 1, dtype=torch.float64, device=x.device))
 
@@ -204,7 +204,7 @@ def _sum(group: Any, xs: Sequence[Tensor | None], like: Sequence[Tensor] | None 
 
 
 class _Like:
-    """What a tensor is apart from its numbers: a rank that has no part in a sum still has to take part in it."""
+    """Shape, type and device of a tensor: a rank without a summand must still take part in the all-reduce."""
 
     def __init__(self, x: Any) -> None:
         self.shape, self.size, self.kind = x.shape, x.numel(), (x.dtype, x.device)

@@ -1,4 +1,4 @@
-"""What a step saw, so that it can be run again, and the proof that it ended as it did at first.
+"""What a step used, so that it can be replayed, and the check that the replay ends where the step ended.
 
 What a step depends on besides z is found in the autograd graph of its losses, never registered:
 
@@ -92,7 +92,7 @@ class Conditions:
 
     @contextmanager
     def replaying(self, *, autocast: bool = True) -> Generator[None]:
-        """The same conditions once more; those of the caller come back at the end."""
+        """Restore the conditions of the call while this lasts; those of the caller come back at the end."""
         modules = self._binding.modules
         with EXCLUSIVE, ExitStack() as stack:
             modes = [m.training for m in modules]
@@ -330,7 +330,7 @@ class RecordedStep:
                 )
 
     def _check_values(self, values: State) -> None:
-        """Run again, a loss must have the value that it had."""
+        """Raise if a replayed loss has another value than at first."""
         assert self.conditions is not None
         for value, before in zip(values.values(), self._values, strict=True):
             if value.device.type == "meta" or (isinstance(before, float) and value.item() == before):
@@ -341,7 +341,7 @@ class RecordedStep:
                 raise ended_elsewhere(self.k)
 
     def check_end(self, z: State, to: State, after: State) -> None:
-        """Run again, a step must end where it ended: what changed in between would make the gradient wrong."""
+        """Raise if a replayed step ends elsewhere than at first: what changed would make the gradient wrong."""
         assert self.conditions is not None
         # where gradients are accumulated the weights stay: there is no length to compare the sum with
         mine = {n: x.detach() for n, x in to.items() if n in after and x.is_floating_point() and not n.endswith(SUM)}
@@ -394,9 +394,9 @@ def leaves_of_loss(
 def refuse_hidden_parameter(
     name: str, value: Tensor, state: Iterable[Tensor], leaves: Iterable[Tensor], binding: Binding
 ) -> None:
-    """Where weights are swapped in, a loss must not get at the model's own parameters by another way.
+    """Where weights are swapped in, refuse a loss that reads the model's own parameters by another reference.
 
-    What was computed from them before the block is another matter: there they are an outer variable, w_0.
+    In what was computed from them before the block, they are an outer variable, w_0, and are allowed.
     """
     own = {id(p): n for n, p in binding.parameters.items()}
     state = tuple(state)

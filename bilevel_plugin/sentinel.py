@@ -5,9 +5,9 @@ For a cotangent u of a step's gradient, and a direction v in the weights and out
     ⟨u, ∇ℓ(x + ε·v) − ∇ℓ(x − ε·v)⟩ / 2ε   must be   ⟨∇⟨∇ℓ(x), u⟩, v⟩,      x = (w, λ)
 
 and likewise for g itself. A `.detach()` that drops a path, a custom backward that can't be differentiated again, a
-straight-through estimator: whatever makes the two differ, two gradients and one pullback tell. It is done in float64
-(in float32 the differences see kinks, and rounding, that the derivative does not): float64 weights take the places of
-the model's own for the time of it, and every other floating-point argument of an operation is cast up.
+straight-through estimator: two gradients and one pullback show whatever makes the two differ. The check runs in
+float64, because in float32 the differences are dominated by kinks and rounding. Meanwhile float64 weights take the
+places of the model's own, and every other floating-point argument of an operation is cast up.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Point:
 
 
 class Sentinel:
-    """Looks at the derivatives of one loop, when its first hypergradient is taken."""
+    """Checks the derivatives of one loop, when its first hypergradient is taken."""
 
     def __init__(
         self, binding: Binding, g: Loss | None, check: Literal["first", "always", False], *, sparing: bool = False
@@ -64,7 +64,7 @@ class Sentinel:
         self._sparing = sparing  # the loop is one that just fits into the memory
 
     def is_due(self, step: Step) -> bool:
-        """Whether steps like this one are still to be looked at; asked once for each look."""
+        """Whether steps like this one are still to be checked. A call that returns True marks them as checked."""
         if self._check is False or next(iter(self._binding.parameters.values())).is_meta:
             return False
         if self._check == "always":
@@ -114,7 +114,7 @@ class Sentinel:
             )
 
     def _few_samples(self, terms: Sequence[Term]) -> list[Term]:
-        """The losses on one or two samples, where memory is short: it is the code that is looked at, not the data."""
+        """The losses on one or two samples, where memory is short: it is the code that is checked, not the data."""
         if not self._sparing:
             return list(terms)
         few = 2 if any(isinstance(m, NORMALISATIONS) for m in self._binding.modules) else 1
@@ -268,7 +268,7 @@ class Probe:
 
 @contextmanager
 def _guarded() -> Generator[None]:
-    """What does not run in float64 is said to be unchecked; errors of ours are errors."""
+    """Report what does not run in float64 as unchecked; pass on our own errors."""
     try:
         yield
     except (NotChecked, MemoryError):
@@ -325,7 +325,7 @@ def _direction(point: _Point, v: list[Tensor], moves: list[Tensor]) -> list[Tens
     n = len(point.weights)
 
     def random(x: Tensor) -> Tensor:
-        """Numbers of both signs that nothing in a model has to do with, without the price of a generator."""
+        """Fixed numbers of both signs that are unrelated to the model, without using a random generator."""
         return torch.arange(1.0, x.numel() + 1, dtype=x.dtype, device=x.device).cos_().view(x.shape)
 
     size = _norm(list(point.weights.values())) or 1.0
@@ -354,8 +354,9 @@ def _dot(x: Sequence[Tensor], y: Sequence[Tensor]) -> float:
 def _compare(got: float, at: Callable[[float], tuple[float, float]], here: float, loss: float) -> float:
     """The relative error of a derivative against differences of a function that has the value `here`.
 
-    Differences to one side, which cost one evaluation, will do where they agree. Else central ones: the least over
-    three ε. Where two ε disagree, the differences are rough (rounding, a kink), and as much is taken off.
+    One-sided differences, which cost one evaluation, are enough where they agree. Otherwise central differences are
+    taken, and the least error over three ε counts. Where two ε disagree, the differences are inexact (rounding, a
+    kink), and their disagreement is subtracted from the error.
     """
 
     def error(expected: float, rough: float) -> float:

@@ -112,7 +112,7 @@ class BiGSAM(StepRule):
 class BDA(StepRule):
     """w⁺ = w − s·α_k·∇g − t·(1 − α_k)·∇h: BiGSAM with the roles of α and 1 − α swapped (Liu et al. 2020).
 
-    The default α_k = 1/k vanishes, as their analysis asks.
+    The default α_k = 1/k vanishes, as their analysis requires.
     """
 
     t: Rate
@@ -148,7 +148,7 @@ SOLVERS: dict[str, Callable[[Rate], StepRule]] = {"gd": GD, "bigsam": BiGSAM, "b
 
 
 def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tuple[StepRule, Rate | None]:
-    """The solver that `inner` was asked for, and the rate of the update; None where solver or optimizer have it.
+    """The solver that `inner` was given, and the rate of the update; None if the solver or optimizer has the rate.
 
     A solver by name has rates 1: the rate is the update's, as in the loop that it stands for.
     """

@@ -1,4 +1,4 @@
-"""A step is an update after a gradient: d = ∇_w [c_h·h + c_g·g], z⁺ = Υ(z, d). The one place where it is written.
+"""A step is a gradient followed by an update: d = ∇_w [c_h·h + c_g·g], z⁺ = Υ(z, d). The one place where it is written.
 
 z holds the weights, the optimizer's tensors, and the running statistics of normalisation layers.
 """
@@ -295,12 +295,12 @@ def _refuse_changed_buffers(after: State, before: State) -> None:
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two buffers hold the same bits; not known, and so no, where asking would wait for a device."""
+    """Whether two buffers hold the same bits. False on a device, where comparing would wait."""
     return x.device.type == "cpu" and same_bits(x, y)
 
 
 def _is_counter(new: Tensor, old: Tensor) -> bool:
-    """Whether a buffer has no derivative to miss: integers, or numbers that have all grown by the same whole one."""
+    """Whether a buffer has no derivative to lose: integers, or numbers that all grew by the same whole number."""
     if not new.is_floating_point() or new.is_meta:
         return True
     by = new - old
@@ -313,7 +313,7 @@ def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
 
 
 class LossMonitor:
-    """Notices a loss that is not finite, with its step: at once on the CPU, else when asked, so as not to wait."""
+    """Finds a loss that is not finite, with its step: at once on the CPU, on a device only when asked."""
 
     def __init__(self) -> None:
         self._later: list[tuple[int, str, Tensor]] = []

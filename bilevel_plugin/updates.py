@@ -1,6 +1,6 @@
 """Υ, the update after a gradient: z⁺ = Υ(z, d), written so that autograd can differentiate it.
 
-d is the solver's direction; it stands where `.grad` does in torch.optim. The state z of the inner problem holds the
+d is the solver's direction; it takes the place of `.grad` in torch.optim. The state z of the inner problem holds the
 weights under their names and an optimizer's tensors under "name@tensor". As in torch.optim, a weight that the step's
 loss does not touch is left alone. The optimizer is read at every step (so a learning-rate scheduler works), never
 stepped.
@@ -69,7 +69,7 @@ class Update(ABC):
         """z⁺, in differentiable operations."""
 
     def direction_between(self, z: State, to: State, names: Iterable[str]) -> State | None:
-        """The direction of these weights by which Υ took z to z⁺, where the two states tell it; else None."""
+        """The direction of these weights by which Υ took z to z⁺, if the two states determine it; else None."""
         return None
 
     def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
@@ -195,7 +195,7 @@ def resolve_optimizer(given: Any) -> tuple[tuple[torch.optim.Optimizer, ...], Fo
 
 
 class OptimizerRule(UpdateRule):
-    """The rules of torch.optim objects, with their groups, options and present state; or a rule of one's own.
+    """The rules of torch.optim objects, with their groups, options and present state; or a rule of the user.
 
     `names` has the weights of the inner problem. `factor` multiplies every rate. `for_every_task` and `each_task` are
     those of the binding.
@@ -613,7 +613,7 @@ class Transformed(Update):
 
 
 def checked_direction(function: Transform | None, name: str = "direction=") -> Transform | None:
-    """The function of `direction=` or `clip=`, whose result is looked at."""
+    """The function of `direction=` or `clip=`, with a check of its result."""
     if function is None:
         return None
     if not callable(function):
@@ -642,7 +642,7 @@ def checked_direction(function: Transform | None, name: str = "direction=") -> T
 
 
 def resolve_clip(clip: float | Transform | None) -> Transform | None:
-    """The function of the direction that `clip=` asks for."""
+    """The function of the direction that `clip=` stands for."""
     if clip is None or hasattr(clip, "may_close_over"):
         return cast("Transform | None", clip)
     if callable(clip):

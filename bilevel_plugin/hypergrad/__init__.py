@@ -1,4 +1,4 @@
-"""Engines: how ∂g(w_K)/∂λ is computed. One file an engine, and the table of their names."""
+"""Engines: how ∂g(w_K)/∂λ is computed. One file for each engine, and the table of their names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def resolve(engine: str | Engine) -> Engine:
-    """The engine that `inner` was asked for."""
+    """The engine that `inner` was given."""
     if isinstance(engine, Engine):
         return engine
     if engine not in ENGINES:

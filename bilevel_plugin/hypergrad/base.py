@@ -26,7 +26,7 @@ class End(ABC):
         """The loss with its graph at z (the last state, if None), as long as this lasts."""
 
     def warn_of_buffers(self, value: Tensor) -> None:  # noqa: B027 (a loss of the user's has none to warn of)
-        """Say so, if the value reads a buffer that a step has changed by a rule that can't be differentiated."""
+        """Warn if the value reads a buffer that a step has changed by a rule that can't be differentiated."""
 
     @abstractmethod
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
@@ -45,7 +45,7 @@ class Engine(ABC):
 
     @property
     def spares_memory(self) -> bool:
-        """Whether it is meant for models that just fit: what is checked once must not take more than the loop."""
+        """Whether it is meant for models that just fit in memory: the sentinel must not need more than the loop."""
         return False
 
     @property

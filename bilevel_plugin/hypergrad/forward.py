@@ -18,9 +18,9 @@ from .base import End, Engine, Tape, refuse_create_graph
 class Forward(Engine):
     """ż_j⁺ = ∂Φ/∂z·ż_j + ∂Φ/∂λ_j; then dg/dλ_j = ∇_z g·ż_j + ∂g/∂λ_j.
 
-    Memory does not depend on K; time and memory grow with the number of outer directions, so it is for a few
-    rates or regularisers. `wrt` names the tensors to differentiate for; without it, all that the losses use are
-    taken. More than `limit` directions is an error.
+    Memory does not depend on K. Time and memory grow with the number of outer directions, so it is for a few rates or
+    regularisers. `wrt` names the tensors to differentiate with respect to; by default these are all that the losses
+    use. More than `limit` directions are an error.
     """
 
     wrt: Sequence[Tensor] | None = None

@@ -2,8 +2,8 @@
 
     dg/dλ = ∂g/∂λ + v·∂Φ/∂λ,   v·(I − ∂Φ/∂z) = ∇_z g
 
-Memory: the graph of one step, whatever K is. Right at the fixed point only. Whether the loop has come to it is told by
-the hypergradient itself: it is taken at z and at Φ(z), one step on, and must be the same to within `settled`.
+Memory: the graph of one step, whatever K is. It is right at the fixed point only. Whether the loop has
+reached it is tested on the hypergradient itself, which is taken at z and at Φ(z) and may differ by `settled`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Operator = Callable[[State], State]
 class _Implicit(Engine):
     """The options of both engines.
 
-    iterations: at most so many products with ∂Φ/∂z. tol: the relative residual to reach; None takes what the
+    iterations: the largest number of products with ∂Φ/∂z. tol: the relative residual to reach; None accepts what the
     iterations give. settled: how much the hypergradient may change, relative to its size, from z to Φ(z).
     """
 
@@ -88,7 +88,7 @@ class CG(_Implicit):
 
 @dataclass(frozen=True)
 class Neumann(_Implicit):
-    """v = Σ_j a·(∂Φ/∂z)^j, for a Φ that contracts; takes momentum as well, and a Φ of no symmetry."""
+    """v = Σ_j a·(∂Φ/∂z)^j, for a Φ that contracts. Φ need not be symmetric, so momentum is allowed."""
 
     def solve(self, pull: Operator, a: State) -> State:
         v, term = a, a

@@ -46,35 +46,35 @@ def _is_path(place: str) -> bool:
 class Reverse(Engine):
     """a = ∇g(w_K); for k = K … 1: G += a·∂Φ_k/∂λ, a = a·∂Φ_k/∂z, each at the z that step k began from.
 
-    By default all K iterates are stored, and each step is run again once, to get its graph.
+    By default all K iterates are stored, and each step is run again once to get its graph.
 
-    `memory` (bytes, "2GiB", or "auto": half of what the device has free) keeps as much as fits instead: the graphs
-    of the last steps, which then need not be run again, and iterates for the others. With room for all graphs it is
-    as fast as "unroll". Compiled steps have no graphs: with `compile`, as many iterates are kept as fit beside what
-    going back over one step takes, which is measured on the first step of each kind by an eager pullback. `loop.plan`
-    tells what was chosen.
+    `memory` (bytes, "2GiB", or "auto": half of what the device has free) keeps as much as fits: the graphs of the last
+    steps, which then need not be run again, and iterates for the others. With room for all graphs it is as fast as
+    "unroll". Compiled steps have no graphs, so with `compile` only iterates are kept, as many as fit beside the memory
+    of one pullback. That memory is measured on the first step of each kind, by an eager pullback. `loop.plan` shows
+    what was chosen.
 
-    `checkpoint=c` stores every c-th iterate and runs the steps between once more; "sqrt" holds 1.6·√K iterates
-    at any time, and runs each step once more on the average. `truncate=m` goes back over the last m steps only: a
+    `checkpoint=c` stores every c-th iterate and runs the steps between them once more. "sqrt" holds 1.6·√K iterates at
+    any time, and runs each step once more on average. `truncate=m` goes back over the last m steps only, which gives a
     biased gradient for the memory and time of m steps (Shaban et al. 2019).
 
     `store` is where iterates are kept: on the "device"; on the "host" (pinned memory, copied without waiting), if the
-    model is on an accelerator; or in a folder (a path with a separator, or a `pathlib.Path`), in a file that is gone
+    model is on an accelerator; or in a folder (a path with a separator, or a `pathlib.Path`), in a file that disappears
     when the block or the process ends. With a folder, `memory` holds as many iterates as fit, the others are in the
     file, and no graphs are kept. With `group=`, each of N ranks keeps 1/N of every iterate.
 
-    `resume`, with a folder: every so many seconds (`every`) the position of the sweep, the adjoint and the sums so far
-    are written into it. If the process is killed and the same script run again, the steps are taken again, and the
-    sweep goes on from there, bit for bit, if it is the same one (the weights that the steps lead to are compared, and
-    more). The inputs have to be named, and no batch may require grad.
+    `resume` needs a folder. Every so many seconds (`every`) the position of the sweep, the adjoint and the sums so far
+    are written to it. If the process is killed, run the same script again: the steps are taken again, and the sweep
+    continues bit for bit. It must be the same sweep, so the weights after the last step are compared, among others. The
+    inputs must be named, and no batch may require grad.
 
-    `compile` runs step and pullback under torch.compile, from the second step on; what can't be compiled runs
-    eagerly, with a warning that says why. Compiling takes its time once, for a model and its losses.
+    `compile` runs step and pullback under torch.compile, from the second step on. What can't be compiled runs eagerly,
+    with a warning that says why. The compiled code is cached for a model and its losses.
 
-    `blocks` goes back over a step block by block, in about the memory of a plain training step, where the graph of a
-    whole step takes three to five times as much. It is "auto" (modules that stand in a ModuleList or Sequential with
-    others of their class), a class of modules, modules of the model, or several of either. What can't be taken so runs
-    as without it, with a warning that says why. `memory` then keeps iterates, and no graphs.
+    `blocks` differentiates a step block by block, in about the memory of a plain training step. The graph of a whole
+    step takes three to five times as much. It is "auto" (modules that stand in a ModuleList or Sequential with others
+    of their class), a class of modules, modules of the model, or several of either. A step that does not allow this
+    runs as without it, with a warning that says why. `memory` then keeps iterates, and no graphs.
     """
 
     checkpoint: int | Literal["sqrt"] = 1
@@ -222,7 +222,7 @@ class _ReverseTape(Tape):
         return max(2, self._budget.states(self._at_once))
 
     def _admit(self, k: int, keep: Callable[[], Kept], end: int) -> None:
-        """Keep the state of step k, the latest one of them, and drop the one that is missed least if it takes that."""
+        """Keep the state of step k, the latest one; if there is no room, drop the state that costs least to lose."""
         c = self._options.checkpoint
         if isinstance(c, int) and k % c and self._saved:
             return
@@ -277,7 +277,7 @@ class _ReverseTape(Tape):
             self._drop([k])  # else its rows are another's as well
 
     def _weigh(self, step: RecordedStep, z: State, moved: Moved) -> bool:
-        """Whether what fits has changed: steps of other losses or batches weigh otherwise, and the heaviest counts."""
+        """Update the budget by the size of this step. Return whether it changed; the largest kind of step counts."""
         binding, old = step.step.binding, self._budget
         whole, state = sum(x.nbytes for x in moved.to.values()), old.state if old else 0
         if old is None or whole > old.whole:
@@ -313,7 +313,7 @@ class _ReverseTape(Tape):
             return peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), pull))
 
     def _fit(self) -> None:
-        """Graphs give way to states, oldest first; when none is left, a state goes for each that comes."""
+        """Replace graphs by states, oldest first, until all fits. With no graph left, a new state replaces another."""
         budget = self._budget
         assert budget is not None
         self._store.most = len(self._saved) + 1  # a row at a time, as long as graphs have to make room for them

@@ -47,7 +47,7 @@ class Unsuited(RuntimeError):
 
 
 class BlockByBlock:
-    """A pullback that goes through the chosen modules one by one; by `lean` where that can't be done, with a word."""
+    """A pullback that goes through the chosen modules one by one; if that can't be done, it warns and uses `lean`."""
 
     def __init__(self, which: Which = "auto") -> None:
         self._which, self._off = checked(which), False
@@ -467,7 +467,7 @@ class _OnDualNumbers(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Generator[None]:
-        """While this lasts, tangents are somebody else's matter."""
+        """While this lasts, forward mode propagates no tangents."""
         before, self._on = self._on, False
         try:
             yield
@@ -491,7 +491,7 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
 
 @contextmanager
 def _unsuited(what: str) -> Generator[None]:
-    """Whatever goes wrong in what has run before, on plain numbers, is the reason not to go block by block."""
+    """Turn an error of code that ran well on plain numbers into the reason not to go block by block."""
     try:
         yield
     except (Unsuited, MemoryError):

@@ -119,7 +119,7 @@ _OPS: dict[object, Callable[..., tuple[Tensor, Tensor, Tensor | None, _Op]]] = {
 
 
 class LeanProducts(TorchFunctionMode):
-    """In it, products with one of these weights have gradients `_WithoutValue`, in `taking_gradient` alone."""
+    """While this is on, products with these weights have gradients `_WithoutValue`, only in `taking_gradient`."""
 
     def __init__(self, weights: Collection[Tensor], taking: TakingDirection) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class LeanProducts(TorchFunctionMode):
 
     @contextmanager
     def taking_gradient(self) -> Generator[None]:
-        """In it, gradients of weights `without_value` have a graph, and numbers that mean nothing."""
+        """While this lasts, gradients of weights `without_value` have a graph, but their numbers are meaningless."""
         self.leaving_out = True
         try:
             yield
