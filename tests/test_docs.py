@@ -40,6 +40,7 @@ import torch
 from benchmarks.runners import importable
 from bilevel_recipes import command
 from bilevel_recipes.clean import __main__ as bilevel_clean
+from bilevel_recipes.few_shot import __main__ as bilevel_fewshot
 from bilevel_recipes.vision import torchvision
 from docs.hooks import find
 
@@ -220,6 +221,9 @@ def test_commands_are_ones_that_exist(block: Block) -> None:
         elif program == "bilevel-clean":
             if flags != ["--help"]:
                 bilevel_clean.parse(flags)
+        elif program == "bilevel-fewshot":
+            if flags[-1:] != ["--help"]:
+                bilevel_fewshot.parse(flags)
         elif program == "python" and flags[0].endswith(".py"):
             assert (ROOT / flags[0]).exists(), line
         else:

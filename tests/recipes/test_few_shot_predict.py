@@ -18,6 +18,7 @@ from test_few_shot_photos import fails, noise, weights, write_digits
 from bilevel_recipes.clean import report
 from bilevel_recipes.few_shot import page
 from bilevel_recipes.few_shot.__main__ import main, parse
+from bilevel_recipes.few_shot.encoder import Spec, build_body, save_encoder
 from bilevel_recipes.few_shot.heads import DEFAULT, Head, learn_rates, leave_one_out, probabilities
 
 __all__ = ["weights"]  # a fixture
@@ -221,6 +222,19 @@ def test_weights_that_give_no_numbers_are_refused(
     flags = ["--weights", tmp_path / "nan.pth", "--out", tmp_path / "out"]
     error = fails(capsys, "predict", "torchvision:resnet18", sets[0], one, *flags)
     assert "the features of 15 pictures are NaN or infinite" in error
+
+
+def test_the_lines_of_the_docs_load_an_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("RUN").mkdir()
+    save_encoder(Path("RUN"), build_body("conv4", (3, 16, 16)), Spec("conv4", 16, 16, 3, [0] * 3, [1] * 3, DEFAULT))
+    for name in ("a.png", "b.png"):
+        Image.fromarray(noise(20, 30, 3)).save(name)
+    from bilevel_recipes.few_shot import load_encoder
+
+    encoder = load_encoder("RUN")
+    features = encoder(encoder.prepare(["a.png", "b.png"]))
+    assert features.shape == (2, 64)
 
 
 def test_help_and_misspelt_flags(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,7 +40,7 @@ class Head:
 
 
 # For features that no head was trained with. The decay bounds the weights where one picture of each class is separable
-# whatever it shows; measured on patches of digits and of photographs, see docs/few_shot.md.
+# whatever it shows; measured on patches of digits and of photographs: docs/few_shot.md.
 DEFAULT = Head([0.4] * 50, 5, 0.1)
 
 
