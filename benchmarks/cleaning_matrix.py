@@ -159,7 +159,8 @@ def block(results: Results, key: str) -> Block:
     lines: list[list[str]] = []
     for way in next(iter(table.values())):
         cells = [_cell(row, way, key) for row in table.values()]
-        lines.append([way, *cells, f"{np.mean([row[way][0] for row in table.values()]):.3f}"])
+        mean = float(np.mean([row[way][0] for row in table.values()]))
+        lines.append([way, *cells, f"{mean:.1f}" if key == "cpu_seconds" else f"{mean:.3f}"])
     return TITLES[key], ["T", *table, "mean"], lines
 
 
@@ -201,7 +202,7 @@ def page(results: Results, asked: argparse.Namespace) -> str:
 T[c, y] is the probability that a row of class c was given the label y. The cleaning recipe learns it by exact
 hypergradients; here the same classifiers, folds and features are used with T found in other ways. These are the first
 classifiers of the recipe, of the features alone: its second ones, which see the neighbours of each row as well, are
-left out, so the figures are below those of the recipe.
+left out.
 
 | T | how |
 | --- | --- |
@@ -214,9 +215,9 @@ left out, so the figures are below those of the recipe.
 | the true T | counted with the true labels, which no method knows |
 
 T and a temperature of highest likelihood are estimated from held-out probabilities, in two rounds. A label is called
-wrong where its posterior probability is below one half; with hardly any noise in T that is nowhere the case, and only
-the average precision tells something. Mean ± standard deviation over {draws} draws; bold: the best and what is level
-with it (within 0.005 or within the standard deviation of the best), the true T aside.
+wrong where its posterior probability is below one half: hardly ever where T has hardly any noise, so that the average
+precision tells more there. Mean ± standard deviation over {draws} draws; bold: the best and what is level with it
+(within 0.005 or within the standard deviation of the best), the true T aside.
 
 {reading(results)}
 
