@@ -53,7 +53,8 @@ release-check: $(VENV)/.test
 fuzz: $(VENV)/.test
 	mkdir -p runs && rm -f runs/fuzz.csv
 	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto -k "differences or implicit"
-	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py tests/test_compiled.py -n auto -k "not (differences or implicit)"
+	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py -n auto -k "not (differences or implicit)"
+	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_compiled.py tests/test_pullback.py tests/test_refused.py -n auto -k compile
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
 
 # The core tests on the oldest Python and torch that pyproject.toml allows, in .venv-oldest; downloads several GB.

@@ -126,7 +126,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of the host hold the same bits, nan and all; at the speed of the memory."""
+    """Whether two tensors on the host hold the same bits, NaNs included."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
     if x.is_contiguous() and y.is_contiguous():
@@ -354,7 +354,7 @@ _UNDERIVED = {  # torch's names of operations in its own errors
 
 
 class explained:
-    """Torch's own errors about derivatives as ours, which name what to do."""
+    """Turn torch's errors about derivatives into ours, which say what to do."""
 
     def __enter__(self) -> None:
         pass
@@ -380,14 +380,20 @@ class explained:
                 ) from error
 
 
+_autograd: Any = torch._C._autograd  # pyright: ignore
+_top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+
+
 def checkpointing() -> bool:
     """Whether the code that runs now is under activation checkpointing (torch.utils.checkpoint, not reentrant)."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+    if _top_hooks is None:
+        return _called_by("torch.utils.checkpoint", sys.maxsize)  # torch 2.6 does not tell which hooks are at work
+    hooks = _top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class FirstLook(TorchFunctionMode):
-    """Watches the first evaluation of a loss for what no graph tells.
+    """Watches the first evaluation of a loss for what its graph does not show.
 
     Hooks on tensors would be applied to second derivatives too, and are refused. So is activation checkpointing, if
     graphs outlive their step: it runs a part of the model again in the backward pass, and would find other weights
@@ -420,10 +426,10 @@ class FirstLook(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _called_by(module: str) -> bool:
+def _called_by(module: str, callers: int = 6) -> bool:
     """Whether a function of this module is among the last few callers."""
     frame, depth = inspect.currentframe(), 0
-    while frame is not None and depth < 6:
+    while frame is not None and depth < callers:
         if frame.f_globals.get("__name__") == module:
             return True
         frame, depth = frame.f_back, depth + 1

@@ -56,6 +56,30 @@ def transformers():
         return pytest.importorskip("transformers", reason="transformers is not installed")
 
 
+@pytest.fixture
+def compiler(monkeypatch):
+    """For tests of compiled steps. Inductor takes seconds for each graph: here graphs run as they were traced.
+
+    `make fuzz` runs them with Inductor, and so does a test that takes the fixture of that name as well.
+    """
+    from torch._dynamo import config, lookup_backend
+
+    from bilevel_plugin.pullback import compiled
+
+    if not hasattr(config, "trace_autograd_ops"):
+        pytest.skip(f"the compiler of torch {torch.__version__} can't trace torch.autograd.grad")
+    if "HYPOTHESIS_PROFILE" not in os.environ:
+        monkeypatch.setattr(compiled, "lookup_backend", lambda _: lookup_backend("aot_eager"))
+
+
+@pytest.fixture
+def inductor(compiler, monkeypatch):
+    """Compiled code, as users get it."""
+    from torch._dynamo import lookup_backend
+
+    monkeypatch.setattr("bilevel_plugin.pullback.compiled.lookup_backend", lookup_backend)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

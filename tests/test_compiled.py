@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import os
 import weakref
 
 import pytest
@@ -15,15 +14,10 @@ from bilevel_plugin.hypergrad.plan import fewest_reruns
 from bilevel_plugin.pullback import compiled
 
 DOUBLE = torch.float64
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler has some of its own
-
-
-@pytest.fixture(autouse=True)
-def _quick(request, monkeypatch):
-    """Inductor takes seconds for each graph: one test and `make fuzz` run its code, the others the graph as traced."""
-    if request.function is not test_the_same_numbers_and_compiled_once and "HYPOTHESIS_PROFILE" not in os.environ:
-        found = compiled.lookup_backend
-        monkeypatch.setattr(compiled, "lookup_backend", lambda _: found("aot_eager"))
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's compiler has some of its own
+    pytest.mark.usefixtures("compiler"),
+]
 
 
 def problem(*layers):
@@ -36,7 +30,7 @@ def problem(*layers):
     return model, h, g, lam, x, y
 
 
-def test_the_same_numbers_and_compiled_once(monkeypatch):
+def test_the_same_numbers_and_compiled_once(inductor, monkeypatch):
     model, h, g, lam, x, y = problem(nn.BatchNorm1d(5))
     shift = torch.randn(12, 4, dtype=DOUBLE, requires_grad=True)
     moved = shift * 0.1  # in the batch, with a graph of its own: cut

@@ -172,7 +172,7 @@ def test_the_sentinel_is_given_the_batch(micro):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler has some of its own
-def test_compiled_steps_fetch_as_well():
+def test_compiled_steps_fetch_as_well(compiler):
     torch.manual_seed(0)
     data, model = TensorDataset(torch.randn(20, 3), torch.randn(20, 1)), nn.Linear(3, 1)
     lam = torch.tensor(0.3, requires_grad=True)

@@ -917,7 +917,7 @@ def test_what_is_no_loss(wrong):
             loop.step(draw(HALVES[0]), HALVES[0])
 
 
-def test_compiled_with_something_beside():
+def test_compiled_with_something_beside(compiler):
     """It runs eagerly, says so, and is right."""
     case = problem(lambda *_: None)
     loss, kept = case.h, []

@@ -336,7 +336,7 @@ def test_the_sentinel_looks_at_a_part():
         loop.hypergrad(data.inputs)
 
 
-def test_compiled_loops_run_steps_in_parts_eagerly_and_say_so():
+def test_compiled_loops_run_steps_in_parts_eagerly_and_say_so(compiler):
     data = Data()
     with pytest.warns(UserWarning, match="leaves out steps with micro="):
         parts = data.run(M, engine=bilevel.Reverse(compile=True))

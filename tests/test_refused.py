@@ -978,7 +978,7 @@ def test_an_embedding_whose_gradient_is_scaled_by_frequency(engine):
 
 
 @COMPILER
-def test_weight_norm_under_compile():
+def test_weight_norm_under_compile(compiler):
     build = losses(lambda: mlp(parametrizations.weight_norm(nn.Linear(4, 4))))
     assert right_or_refused(build, bilevel.Reverse(compile=True), "weight_norm|compile", optimizer=None)
 
@@ -1302,7 +1302,7 @@ def test_sparse_batches(layout, engine):
 
 
 @COMPILER
-def test_the_ninth_compiled_model():
+def test_the_ninth_compiled_model(compiler):
     """torch's compiler gives up after eight: that is caught, and the numbers stay right."""
     torch._dynamo.reset()
     for width in range(3, 12):

@@ -209,7 +209,7 @@ def test_tasks(engine):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler has some of its own
 @pytest.mark.parametrize("update", ["sgd", "adam"])
-def test_compiled(update):
+def test_compiled(update, compiler):
     """Compiled, or run eagerly with a warning that says why; never another gradient."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="bilevel.Reverse")

@@ -160,7 +160,9 @@ class Compiler:
         judged = [
             a and b for a, b, m in zip(before, after, binding.modules, strict=True) if isinstance(m, NORMALISATIONS)
         ]
-        if draws:
+        if not hasattr(config, "trace_autograd_ops"):
+            self.give_up(f"torch {torch.__version__} can't compile torch.autograd.grad; a later release can")
+        elif draws:
             self.give_up("the step draws random numbers, and compiled code would draw others")
         elif binding.aux.get("h") is not None or binding.aux.get("g") is not None:
             self.give_up("a loss returns something beside its value")
