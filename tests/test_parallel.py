@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[1, 3])
 def found(request, tmp_path_factory):
     """What every rank found, in all cases."""
     size, folder = request.param, tmp_path_factory.mktemp("ranks")
@@ -63,7 +63,7 @@ def test_all_ranks_hold_the_same_bits(found):
 )
 def test_a_mistake_on_one_rank_is_told_to_all(found, mistake, words):
     if len(found) == 1 and mistake != "unused_everywhere":
-        pytest.skip("one rank can't differ from the others")
+        words = "nothing was wrong"  # one rank can't differ from the others
     for rank in found:
         assert rank["failures"][mistake].startswith(words)
 
