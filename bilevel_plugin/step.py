@@ -187,7 +187,7 @@ class Step:
                 found = {id(x): x for y in alone.values() if y.requires_grad for x in find_leaves(y)[0]}
                 if found and binding.share != 1:
                     raise ValueError(
-                        "bilevel.inner: a function of the direction, or a rule of one's own, uses an outer variable, "
+                        "bilevel.inner: a function of the direction, or a rule of your own, uses an outer variable, "
                         "whose gradient would be counted once on every rank of group=. Put it into the losses, or "
                         "give it as lr= or as an option of the optimizer."
                     )

@@ -276,7 +276,7 @@ class OptimizerRule(UpdateRule):
         if x.grad_fn is not None and x._version:
             raise ValueError(
                 f"bilevel.inner: the option {name!r} of the optimizer is a tensor with a graph, and was written to in "
-                "place, by a scheduler as it seems, so that its derivative is lost. Give the optimizer a number "
+                "place, probably by a scheduler, so its derivative is lost. Give the optimizer a number "
                 "(lr=1.0), and the learnable rate to the block: bilevel.inner(..., optimizer=optimizer, lr=rate) "
                 "multiplies what the scheduler sets."
             )
@@ -310,7 +310,7 @@ class OptimizerRule(UpdateRule):
     def lacks(self, need: str) -> str | None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if need == "fixed point" and self._formula is not None:
-            return "of a rule of one's own it is not known that it has one"
+            return "a rule of your own is not known to have one"
         for rule, optimizer in zip(self._rules, self._optimizers, strict=True):
             if need == "fixed point" and not rule.affine:
                 name = type(optimizer).__name__
