@@ -157,7 +157,10 @@ class ParallelBinding(Binding):
 
     def check_same_on_all_ranks(self, tensors: State, what: str = "") -> None:
         self._check_in_step()
-        what = what or "have come to different weights. Their rates, or the options or state of their optimizers, probably differ"
+        what = (
+            what
+            or "have come to different weights. Probably their rates, or their optimizers' options or state, differ"
+        )
         names = [n for n in tensors if n not in self.statistics]  # these are each rank's own
         sums = torch.stack([_fingerprint(tensors[n].detach()) for n in names])
         both = torch.stack([sums, -sums])
