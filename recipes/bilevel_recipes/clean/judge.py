@@ -300,12 +300,12 @@ def _verdict(
 def _false_alarms(right: Tensor, checked: Tensor) -> float:
     """The share of right labels that are called wrong, from the checked rows: judged as if nobody had checked them.
 
-    Where few rows are checked, none of them may be called wrong by chance: the scores tell what to expect, with the
-    weight of one false alarm.
+    Where few rows are checked, none of them may be called wrong by chance. So one false alarm is added, and as many
+    right rows as the scores expect for one, but no more than there are checked rows: scores can be too sure.
     """
-    flagged, others = float((right < 0.5)[checked].sum()), right[~checked]
-    believed = max(1e-6, float(others[others < 0.5].sum() / others.sum()))
-    return (flagged + 1) / (float(checked.sum()) + 1 / believed)
+    flagged, count, others = float((right < 0.5)[checked].sum()), float(checked.sum()), right[~checked]
+    believed = float(others[others < 0.5].sum() / others.sum())
+    return (flagged + 1) / (count + min(count, 1 / max(believed, 1e-9)))
 
 
 def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:
