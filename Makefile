@@ -21,7 +21,7 @@ $(VENV)/.test: $(VENV)/.demo
 	touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/bilevel-clean demo --overwrite
+	$(BIN)/bilevel-clean demo --overwrite --threads 1
 
 test: lint types
 	$(BIN)/pytest -n auto
