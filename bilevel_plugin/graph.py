@@ -381,14 +381,14 @@ class explained:
 
 
 _autograd: Any = torch._C._autograd  # pyright: ignore
-_top_hooks: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
+hooks_on_saved: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def checkpointing() -> bool:
     """Whether the code that runs now is under activation checkpointing (torch.utils.checkpoint, not reentrant)."""
-    if _top_hooks is None:
+    if hooks_on_saved is None:
         return _called_by("torch.utils.checkpoint", sys.maxsize)  # torch 2.6 does not tell which hooks are at work
-    hooks = _top_hooks(True)
+    hooks = hooks_on_saved(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

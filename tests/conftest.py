@@ -57,6 +57,15 @@ def transformers():
 
 
 @pytest.fixture
+def blocks():
+    """For tests of `Reverse(blocks=…)`."""
+    from bilevel_plugin.graph import hooks_on_saved
+
+    if hooks_on_saved is None:
+        pytest.skip(f"torch {torch.__version__} does not tell of hooks on saved tensors, so that blocks= is off")
+
+
+@pytest.fixture
 def compiler(monkeypatch):
     """For tests of compiled steps. Inductor takes seconds for each graph: here graphs run as they were traced.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -132,7 +133,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"lr": 0.05, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3},
     ],
 }
-OPTIONS = {name: sets for name, sets in OPTIONS.items() if hasattr(torch.optim, name)}  # Muon came with torch 2.9
+OPTIONS = {  # Muon came with torch 2.9, decoupled_weight_decay with 2.7
+    name: [options for options in sets if options.keys() <= inspect.signature(kind).parameters.keys()]
+    for name, sets in OPTIONS.items()
+    if (kind := getattr(torch.optim, name, None))
+}
 Factor = float | Callable[[int], float]
 SETTINGS = ("groups", "stepped before", "no gradient", "zero gradient", "scheduler")
 

@@ -17,6 +17,7 @@ from benchmarks.measure import live
 from bilevel_plugin.pullback import blocks as room
 
 N, T, C = 3, 4, 6
+pytestmark = pytest.mark.usefixtures("blocks")
 
 
 class Block(nn.Module):

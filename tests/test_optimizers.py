@@ -54,6 +54,7 @@ def test_the_block_is_the_plain_loop(case, engine):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
 @pytest.mark.parametrize("case", [case for case in EVERY if case.name == "Muon" and not case.setting], ids=str)
 def test_newton_schulz_in_bfloat16(case, engine):
     """As it runs, with a path that is rounded to three digits in each step, it is near the one in float64."""
@@ -434,6 +435,7 @@ def truth_for_a_scheduler(kind, name):
 @pytest.mark.parametrize(
     ("kind", "name"), [("Adam", "OneCycleLR"), ("Adam", "CyclicLR"), *(("SGD", name) for name in SCHEDULERS)]
 )
+@pytest.mark.filterwarnings("ignore:The epoch parameter in:UserWarning")  # SequentialLR of torch 2.6 gives it itself
 def test_schedulers(kind, name, engine):
     """Without a warning, with the rates (and momenta) of the plain loop, and a learnable factor beside them."""
     model_of_plain, optimizer_of_plain, for_factor, for_lam = truth_for_a_scheduler(kind, name)

@@ -220,8 +220,8 @@ LOOPS = {
 @pytest.mark.parametrize("how", [*PULLBACKS, "compiled"])
 def test_every_pullback_under_every_update(how, micro, loop, monkeypatch, left_out, request):
     """The gradients for λ, a tensor of the batch and w_0 are those of `unroll`, to 1e-10, in one go and in parts."""
-    if how == "compiled":
-        request.getfixturevalue("compiler")
+    if how in ("compiled", "blocks"):
+        request.getfixturevalue("compiler" if how == "compiled" else how)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), Residual(), Residual(), nn.Linear(5, 3)).double()
     options = dict(LOOPS[loop])

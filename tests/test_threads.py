@@ -166,17 +166,17 @@ def test_random_numbers_of_a_step_are_not_mixed_with_another_threads() -> None:
     """The generator is the process's: what each thread draws depends on their order, but each step repeats its own."""
     steps = 15
 
-    def masks(seed: int) -> list[Tensor]:
-        model, x, y, lam = problem("linear", seed)
-        model = nn.Sequential(model, Masks())
+    def masks(linear: nn.Module, x: Tensor, y: Tensor, lam: Tensor) -> list[Tensor]:
+        model = nn.Sequential(linear, Masks())
         h, g = weighted(lam)
         with bilevel.inner(model, h, g, solver="gd", lr=0.1, check=False) as loop:
             loop.run(steps, x, y, outer=(x, y))
             loop.hypergrad(lam)
         return model[1].drawn
 
+    problems = [problem("linear", seed) for seed in (1, 2)]  # which seeds the generator of both threads
     for _ in range(3):
-        for drawn in at_once(lambda: masks(1), lambda: masks(2)):
+        for drawn in at_once(*(lambda p=p: masks(*p) for p in problems)):
             assert len(drawn) == 2 * steps + 1  # the steps, g, and the steps again, the last one first
             assert len({tuple(mask.flatten().tolist()) for mask in drawn[:steps]}) > steps / 2
             assert all(torch.equal(a, b) for a, b in zip(drawn[:steps], drawn[:steps:-1], strict=True))

@@ -46,7 +46,7 @@ def install(python: str, torch: str) -> Path:
     if not mine.exists():
         subprocess.run([python, "-m", "venv", ENVIRONMENT], check=True)
     # torch 2.6 was built against numpy 2.1; later releases of numpy warn of what it does
-    wanted = [f"torch=={torch}.*", "numpy<2.3", "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100"]
+    wanted = [f"torch=={torch}.*", "numpy<2.3", "pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6.100", "-e", str(ROOT)]
     subprocess.run([mine, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted], check=True)
     return mine
 

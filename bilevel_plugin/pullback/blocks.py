@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from ..binding import Inside, code_of
 from ..conditions import drawn_from, random_states, set_modes, set_random_states, undisturbed
-from ..graph import State, explained, grad, leaf_of, nodes, norm, sequence_number
+from ..graph import State, explained, grad, hooks_on_saved, leaf_of, nodes, norm, sequence_number
 from ..kernels import full_precision
 from ..step import Step, is_same
 from ..updates import PulledUpdate, add
@@ -84,6 +84,8 @@ class BlockByBlock:
             raise Unsuited("with tasks= the weights have a dimension that blocks do not know of")
         if binding.stops_gradients:
             raise Unsuited("a loss calls stop_gradient, and the derivative of its gradient is not symmetric")
+        if hooks_on_saved is None:
+            raise Unsuited(f"torch {torch.__version__} does not tell of hooks on saved tensors; a later release does")
         modules = chosen(binding.model, self._which)
         if not modules:
             raise Unsuited("the model has no ModuleList or Sequential with several modules of one class; name a class")
@@ -440,8 +442,7 @@ class _OnDualNumbers(TorchFunctionMode):
         self._on, self._without_graphs, self.in_block = True, False, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
-        if hooks is not None and self._on and not self.in_block:
+        if self._on and not self.in_block and hooks_on_saved is not None and hooks_on_saved(True) is not None:
             raise Unsuited(
                 "a part of a loss that is in no block runs under activation checkpointing, or other hooks on saved "
                 "tensors, which drop tangents; name that part as a block"
