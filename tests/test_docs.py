@@ -48,7 +48,7 @@ ROOT = Path(__file__).parent.parent
 FENCE = re.compile(r"^(?: *<!-- ([^\n]*) -->\n)?( *)```(\w*)[^\n]*\n(.*?)^\2```$", re.M | re.S)
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*\.?\d*")
 
-# How much more `after`, the learnt variable, has than `before`, the best baseline (accuracy), or less (error), at least.
+# How much more `after`, the learnt variable, has at least than `before`, the best baseline (accuracy), or less (error).
 IMPROVES = {
     "accelerate": 0.05, "distillation": 0.02, "lightning": 0.04, "maml": -0.4, "plain_loop": 0.01, "rates": 0.01,
     "weights": 0.005,
