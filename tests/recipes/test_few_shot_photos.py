@@ -17,6 +17,7 @@ from sklearn.datasets import load_digits
 
 from bilevel_recipes.few_shot import Episodes, Images, load_encoder, photos
 from bilevel_recipes.few_shot.__main__ import main, parse
+from bilevel_recipes.few_shot.augment import Augment
 from bilevel_recipes.few_shot.collection import labelled, look, read, resize, unlabelled
 from bilevel_recipes.few_shot.encoder import Encoder, Head, Spec, build_body, save_encoder
 from bilevel_recipes.few_shot.photos import gather, split_classes
@@ -229,7 +230,7 @@ def test_large_photographs_are_reduced_to_84_pixels_unless_told_otherwise(tmp_pa
 def test_mirroring_swaps_left_and_right_in_about_half_of_the_images() -> None:
     x = np.tile(np.arange(8, dtype=np.uint8), (40, 8, 1))
     part = Images(Part(x, np.repeat(np.arange(4), 10)), turns=1)
-    (support, _), (query, _) = next(Episodes(part, 10, 4, 2, 5, mirror=True))
+    (support, _), (query, _) = next(Episodes(part, 10, 4, 2, 5, augment=Augment(mirror=True)))
     rising = torch.cat([support, query], 1)[:, :, 0, 0].diff(dim=-1).sign()[..., 0]
     assert 0.4 < float((rising > 0).float().mean()) < 0.6
     assert set(rising.unique().tolist()) == {-1.0, 1.0}

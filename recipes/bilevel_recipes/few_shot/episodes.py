@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..device import place
+from .augment import Augment
 from .sources import Part
 
 Pair = tuple[Tensor, Tensor]
@@ -89,14 +90,21 @@ class Episodes:
     """Batches of tasks without end: ((support, labels), (query, labels)), images (tasks, n, C, H, W).
 
     What comes next depends on the seed and on how many batches were drawn; `state_dict` remembers both.
-    mirror: swap left and right in a random half of the images.
+    augment: random changes of each image.
     """
 
     def __init__(
-        self, images: Images, tasks: int, ways: int, shots: int, queries: int, seed: int = 0, mirror: bool = False
+        self,
+        images: Images,
+        tasks: int,
+        ways: int,
+        shots: int,
+        queries: int,
+        seed: int = 0,
+        augment: Augment | None = None,
     ) -> None:
         self.images, self.tasks, self.ways, self.shots, self.queries = images, tasks, ways, shots, queries
-        self.mirror = mirror
+        self.augment = augment
         self._generator = torch.Generator().manual_seed(seed)
         images.draw(1, ways, shots + queries, torch.Generator())  # an impossible request fails here
 
@@ -106,9 +114,8 @@ class Episodes:
     def __next__(self) -> Batch:
         items = self.images.draw(self.tasks, self.ways, self.shots + self.queries, self._generator)
         x = self.images[items]
-        if self.mirror:
-            chosen = torch.rand(items.shape, generator=self._generator) < 0.5
-            x = torch.where(place(chosen, self.images.device)[..., None, None, None], x.flip(-1), x)
+        if self.augment is not None:
+            x = self.augment(x.flatten(0, 2), self._generator).view(x.shape)
         support, query = x[:, : self.shots].flatten(1, 2), x[:, self.shots :].flatten(1, 2)
         return (support, self.labels(self.shots)), (query, self.labels(self.queries))
 

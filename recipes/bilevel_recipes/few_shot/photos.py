@@ -22,6 +22,7 @@ from tqdm import tqdm
 from .. import runs, tables
 from ..clean import backbones
 from ..command import Count, Rate, Whole, value
+from .augment import Augment
 from .collection import Files, chosen, labelled, look, own_prefix, read, resize, skipped_text
 from .encoder import ABOUT, WEIGHTS, Encoder, Spec, build_body, check_size, save_encoder
 from .episodes import Episodes, Images
@@ -326,7 +327,8 @@ def _episodes(m: Material, c: Command) -> Episodes:
     ways, queries = _ways(m, "train", c), _queries(m, "train", c)
     images = c.training.images or (100 if ":" in c.training.encoder and not m.frozen else 400)
     tasks = max(1, round(images / (ways * (c.data.shots + queries))))
-    return Episodes(m.images["train"], tasks, ways, c.data.shots, queries, c.data.seed, m.augment == "flip")
+    augment = Augment(mirror=True) if m.augment == "flip" else None
+    return Episodes(m.images["train"], tasks, ways, c.data.shots, queries, c.data.seed, augment)
 
 
 def _measure(m: Material, part: str, c: Command, head: Head, tasks: int | None = None) -> dict[str, Score]:

@@ -6,7 +6,7 @@ which admits arrays alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,9 +36,19 @@ class Source:
     note: str = ""
 
     def part(self, name: str) -> Part:
+        """Return the classes of a split, or of several: "train+val"."""
+        if "+" in name:
+            return _joined([self.part(one) for one in name.split("+")])
         if name not in self.parts:
             raise ValueError(f"recipes.few_shot: {self.name} has no split {name!r}; it has {', '.join(self.parts)}")
         return self.parts[name]
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    """All classes of several parts, numbered on from one part to the next."""
+    counts = [int(part.y.max()) + 1 for part in parts]
+    y = [part.y + sum(counts[:i]) for i, part in enumerate(parts)]
+    return Part(np.concatenate([part.x for part in parts]), np.concatenate(y))
 
 
 @lru_cache(maxsize=2)

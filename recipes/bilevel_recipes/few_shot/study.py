@@ -17,9 +17,10 @@ from torch import nn
 from tqdm import tqdm
 
 from .. import ranks, runs
-from ..command import Count, Counts, Rate, Rates, Whole, names
+from ..command import Count, Counts, Rate, Rates, Whole, names, value
 from ..models import ENCODERS, build_encoder
 from . import sources
+from .augment import Augment
 from .episodes import Episodes, Images
 from .evaluate import evaluate
 from .train import SOLVERS, meta_train
@@ -49,6 +50,18 @@ class Data:
     """Images of each class to be judged by."""
     train_queries: Whole = 0
     """The same in meta-training; 0: as many."""
+    train_on: Annotated[str, value(str, "train|train+val", ("train", "train+val"))] = "train"
+    """Classes for training. train+val: those for validation as well, once all settings are chosen."""
+    mirror: bool = False
+    """Swap left and right in a random half of the training images."""
+    shift: Rate = 0.0
+    """Move training images by up to this share of their side."""
+    turn: Rate = 0.0
+    """Turn training images by up to so many degrees."""
+    zoom: Rate = 0.0
+    """Enlarge or shrink training images by a factor of up to 1 + X, in width and height apart."""
+    light: Rate = 0.0
+    """Change contrast by a factor in 1 ± X, and brightness by up to X standard deviations."""
 
 
 @dataclass(frozen=True)
@@ -191,6 +204,12 @@ def images(name: str, root: str | None, download: bool, turns: int, device: str,
     return Images(source.part(part), turns, device, scale)
 
 
+def augment(s: Settings) -> Augment | None:
+    """The random changes of training images, if there are any."""
+    found = Augment(s.mirror, s.shift, s.turn, s.zoom, s.light)
+    return None if found == Augment() else found
+
+
 def check(s: Settings) -> None:
     """Fail now on data that are not there, and on tasks that they can't give."""
     for name in ("turns", "queries", "images", "outer_steps", "chunk", "test_episodes", "curve_points", "save_every"):
@@ -216,9 +235,9 @@ def _images(s: Settings, dataset: str, part: str) -> Images:
 
 def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
     """One run: train the encoder, then measure it on tasks of new classes."""
-    train, test = _images(s, job.dataset, "train"), _images(s, job.dataset, s.test_on)
+    train, test = _images(s, job.dataset, s.train_on), _images(s, job.dataset, s.test_on)
     encoder = build_encoder(job.model, train.shape, job.seed).to(s.device)
-    episodes = Episodes(train, tasks(s, job), job.ways, job.shots, train_queries(s), job.seed)
+    episodes = Episodes(train, tasks(s, job), job.ways, job.shots, train_queries(s), job.seed, augment(s))
     common = {"features": s.features, "batchnorm": s.batchnorm, "chunk": s.chunk}
 
     def test_now(encoder: nn.Module, ways: int, shots: int, **options: Any) -> dict[str, Any]:
