@@ -76,9 +76,10 @@ Fractions = Annotated[tuple[float, ...], value(float, "R", least=0, below=1, man
 class Recipe:
     """A recipe as a command.
 
-    settings: the dataclass of the recipe's settings. paper: what --paper changes in it. writes: the files that --out
-    gets. hint: what to do when values are not finite. check: fails on what is wrong before anything is written.
-    fingerprint: what a resumed run must share. run: (settings, folder, quiet) -> records.
+    settings: the dataclass of the recipe's settings. presets: by the name of its flag, a sentence for the help and the
+    settings that it changes. writes: the files that --out gets. hint: what to do when values are not finite. check:
+    fails on what is wrong before anything is written. fingerprint: what a resumed run must share. run: (settings,
+    folder, quiet) -> records.
     write: (settings, records, folder, command) -> the table in plain text, and the path of the report.
     """
 
@@ -86,7 +87,7 @@ class Recipe:
     about: str
     examples: str
     settings: Callable[..., Any]
-    paper: Mapping[str, Any]
+    presets: Mapping[str, tuple[str, Mapping[str, Any]]]
     writes: str
     hint: str
     check: Callable[[Any], None]
@@ -101,8 +102,6 @@ class Output:
 
     out: Path
     """The folder to write to."""
-    paper: bool = False
-    """Take the paper's protocol, with the settings named above, as defaults."""
     resume: bool = False
     """Go on with the run in --out, to the same result."""
     quiet: bool = False
@@ -110,16 +109,29 @@ class Output:
 
 
 def parse(recipe: Recipe, argv: Sequence[str]) -> tuple[Any, Output]:
-    """Return the settings, and what to do with the results: flags over those of --paper over the defaults."""
-    start = recipe.settings(**(recipe.paper if "--paper" in argv else {}))
+    """Return the settings, and what to do with the results: flags over those of a preset over the defaults."""
+    chosen = [name for name in recipe.presets if f"--{name}" in argv]
+    if len(chosen) > 1:
+        both = " and ".join(f"--{name}" for name in chosen)
+        print(f"python -m {recipe.module}: error: {both} set the same flags; give one of them", file=sys.stderr)
+        raise SystemExit(2)
+    start = recipe.settings(**(recipe.presets[chosen[0]][1] if chosen else {}))
     groups: dict[str, Any] = {base.__name__.lower(): base for base in type(start).__bases__}
     parts = {name: base(**_values(start, base)) for name, base in groups.items()}
     output = Output(Path("runs") / recipe.module.rpartition(".")[2])
-    flags = make_dataclass("Flags", [*((name, base, field()) for name, base in groups.items()), ("output", Output)])
+    switches = [
+        (name, Annotated[bool, tyro.conf.arg(help=f"{words} Sets {_text(values)}.")], field(default=False))
+        for name, (words, values) in recipe.presets.items()
+    ]
+    presets = make_dataclass("Presets", switches, frozen=True)
+    presets.__doc__ = "Several settings at once; flags go over them."
+    parts |= {"presets": presets()}
+    kinds = [*((name, base, field()) for name, base in groups.items()), ("presets", presets, field())]
+    flags = make_dataclass("Flags", [*kinds, ("output", Output)])
     found: Any = tyro.cli(
         flags,
         prog=f"python -m {recipe.module}",
-        description=f"{recipe.about}\n--paper sets {_text(recipe.paper)}\n\n{recipe.examples}",
+        description=f"{recipe.about}\n{recipe.examples}",
         args=list(argv),
         default=flags(**parts, output=output),
         config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),

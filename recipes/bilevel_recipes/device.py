@@ -23,6 +23,20 @@ def host(x: Tensor) -> Tensor:
     return x.detach() if x.is_meta else x.detach().cpu()
 
 
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 numbers by instructions made for them; without these, float32 is faster.
+
+    A CPU has them with avx512_bf16 or amx_bf16, unless ATEN_CPU_CAPABILITY keeps torch from using AVX-512.
+    """
+    if device.type == "cuda":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu" or not hasattr(torch.cpu, "get_capabilities"):
+        return False
+    found = torch.cpu.get_capabilities()
+    wide = torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
+    return wide and bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
 def set_tf32(on: bool) -> None:
     """Let float32 products and convolutions on a GPU round their factors to TF32's 10 bits, or not.
 

@@ -105,7 +105,7 @@ def test_other_settings_are_not_resumed_and_a_finished_run_is_not_done_again(
         (["--train-queries", "200"], "5 ways with 201 images of each class"),
         (["--features", "flat", *SMALL], "one of sphere, centred, raw; got 'flat'"),
         (["--eta", "1e30", *SMALL], "a smaller --lr or --eta"),
-        (["--bf16"], "images of 8 pixels, of which the last convolution sees one"),
+        (["--precision", "bf16"], "images of 8 pixels, of which the last convolution sees one"),
     ],
 )
 def test_mistakes_get_one_line(
@@ -156,7 +156,7 @@ def test_training_tasks_can_have_fewer_queries_and_are_then_more() -> None:
 
 def test_the_interval_of_one_seed_is_that_of_its_tasks() -> None:
     record: dict[str, Any] = {"dataset": "d", "model": "m", "ways": 5, "shots": 1, "label": "gd", "method": "gd",
-                              "steps": 5, "every": 1, "lr": 0.1, "seconds": 1.0, "also": {},
+                              "steps": 5, "every": 1, "lr": 0.1, "seconds": 1.0, "cpu_seconds": 1.0, "also": {},
                               "scores": {"5": {"mean": 0.5, "interval": 0.1}}}  # fmt: skip
     assert summary([record])[0]["scores"]["5"] == {"mean": 0.5, "interval": 0.1}
 

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from .. import ranks, runs
 from ..command import Count, Counts, Rate, Rates, Whole, names, value
+from ..device import has_fast_bf16
 from ..models import ENCODERS, build_encoder
 from . import sources
 from .augment import Augment
@@ -130,8 +131,9 @@ class Run:
     """Outer steps between checkpoints: what a kill can lose at most."""
     device: str = "cpu"
     """cpu or cuda."""
-    bf16: bool = False
-    """Autocast of the encoder to bfloat16; weights and heads stay in float32."""
+    precision: Annotated[str, value(str, "float32|bf16|auto", ("float32", "bf16", "auto"))] = "float32"
+    """Of the encoder. bf16: autocast to bfloat16; weights and heads stay in float32. auto: bf16 where the processor has
+    instructions for it."""
     tf32: bool = False
     """Let float32 products and convolutions on a GPU round to TF32."""
     threads: Whole = 0
@@ -145,7 +147,23 @@ class Settings(Data, Method, Evaluation, Run):
 
 def fingerprint(s: Settings) -> dict[str, Any]:
     """What a resumed run must share with the one it goes on with."""
-    return {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "save_every")}
+    found = {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "save_every")}
+    return {**found, "precision": "bf16" if uses_bf16(s) else "float32"}
+
+
+def uses_bf16(s: Settings) -> bool:
+    """Whether the encoder runs in bfloat16; "auto" asks the processor."""
+    if s.precision != "auto":
+        return s.precision == "bf16"
+    return has_fast_bf16(torch.device(s.device)) and _sees_one_pixel(s) is None
+
+
+def _sees_one_pixel(s: Settings) -> int | None:
+    """The size of images whose last convolution sees one pixel, on a CPU: torch's gradient is wrong there in bf16."""
+    if torch.device(s.device).type != "cpu":
+        return None
+    sizes = [min(_images(s, name, "train").shape[1:]) for name in s.dataset]
+    return next((size for size in sizes if any(size <= ONE_PIXEL.get(m, 0) for m in s.model)), None)
 
 
 @dataclass(frozen=True)
@@ -216,15 +234,14 @@ def check(s: Settings) -> None:
         if getattr(s, name) < 1:
             raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
     trained = list(itertools.product(s.ways, s.shots))
+    if uses_bf16(s) and (size := _sees_one_pixel(s)) is not None:
+        raise ValueError(
+            f"recipes.few_shot: --precision bf16 on the CPU, and images of {size} pixels, of which the last "
+            "convolution sees one: torch's gradient of its weights is wrong in bf16; take --precision float32"
+        )
     for name in s.dataset:
-        size = min(_images(s, name, "train").shape[1:])
-        if s.bf16 and torch.device(s.device).type == "cpu" and any(size <= ONE_PIXEL.get(m, 0) for m in s.model):
-            raise ValueError(
-                f"recipes.few_shot: --bf16 on the CPU, and images of {size} pixels, of which the last convolution sees "
-                "one: torch's gradient of its weights is wrong in bf16; leave --bf16 out"
-            )
         tested = [*trained, *map(cells_of, s.also)]
-        for part, cells, queries in (("train", trained, train_queries(s)), (s.test_on, tested, s.queries)):
+        for part, cells, queries in ((s.train_on, trained, train_queries(s)), (s.test_on, tested, s.queries)):
             for ways, shots in cells:
                 _images(s, name, part).draw(1, ways, shots + queries, torch.Generator())
 
@@ -254,7 +271,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         return test_now(encoder, job.ways, job.shots, **options), also
 
     if job.method == UNTRAINED:
-        trained, record = settle(encoder, episodes, s.chunk), {"seconds": 0.0, "history": []}
+        trained, record = settle(encoder, episodes, s.chunk), {"seconds": 0.0, "cpu_seconds": 0.0, "history": []}
     else:
         done = 0 if state is None else state["step"]
         bar = tqdm(total=s.outer_steps, initial=done, desc=job.label, disable=quiet, position=1, leave=False)
@@ -274,16 +291,24 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
 
         result = meta_train(
             encoder, episodes, ways=job.ways, solver=job.method, steps=job.steps, s=s.s, every=job.every,
-            lr=job.lr, outer_steps=s.outer_steps, eta=s.eta, decay=not s.no_decay, bf16=s.bf16, seed=job.seed,
+            lr=job.lr, outer_steps=s.outer_steps, eta=s.eta, decay=not s.no_decay, bf16=uses_bf16(s), seed=job.seed,
             group=ranks.group(), state=state, on_step=keep, **common,
         )  # fmt: skip
         bar.close()
-        trained, record = result.encoder, {"seconds": result.seconds, "history": result.history}
+        trained, record = result.encoder, {"seconds": result.seconds, "cpu_seconds": result.cpu_seconds}
+        record["history"] = result.history
     steps = tuple(sorted({*s.test_steps, job.steps}))
     # other tasks than those of the curve: seed 1
     whole: dict[str, Any] = {"episodes": s.test_episodes, "steps": steps, "leaky": job.steps, "seed": 1}
     scores, also = test_all(trained, **whole)
-    record |= {**asdict(job), "label": job.label, "scores": scores, "also": also, "tasks": episodes.tasks}
+    record |= {
+        **asdict(job),
+        "label": job.label,
+        "scores": scores,
+        "also": also,
+        "tasks": episodes.tasks,
+        "bf16": uses_bf16(s),
+    }
     state = {"record": record, "encoder": trained.state_dict()}
     runs.save(path, state)
     return state
@@ -342,7 +367,8 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for group in rows.values():
         first = group[0]
         row: dict[str, Any] = {k: first[k] for k in (*CELL, "label", "method", "steps", "every", "lr")}
-        row |= {"seeds": len(group), "seconds": float(np.mean([r["seconds"] for r in group])), "scores": {}}
+        row |= {"seeds": len(group), "scores": {}}
+        row |= {name: float(np.mean([r[name] for r in group])) for name in ("seconds", "cpu_seconds")}
         for name, score in first["scores"].items():
             means = [r["scores"][name]["mean"] for r in group]
             spread = score["interval"]

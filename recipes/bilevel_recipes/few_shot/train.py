@@ -83,11 +83,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Result:
-    """The trained encoder, the history that `on_step` wrote, and the seconds of training (evaluation not counted)."""
+    """The trained encoder, and the history that `on_step` wrote.
+
+    seconds: of training, by the clock; evaluation does not count. cpu_seconds: those of all threads of this process.
+    """
 
     encoder: nn.Module
     history: list[dict[str, Any]]
     seconds: float
+    cpu_seconds: float
 
 
 def meta_train(
@@ -133,11 +137,12 @@ def meta_train(
     seen_by_heads = prepare(features)
     encoder = copy.deepcopy(encoder).train()
     adam = torch.optim.Adam(encoder.parameters(), eta)
-    history, done, spent = list[dict[str, Any]](), 0, 0.0
+    history, done, spent, cpu = list[dict[str, Any]](), 0, 0.0, 0.0
     if state is not None:
         encoder.load_state_dict(state["encoder"])
         adam.load_state_dict(state["adam"])
-        history, done, spent = [dict(row) for row in state["history"]], state["step"], state["seconds"]
+        history, done = [dict(row) for row in state["history"]], state["step"]
+        spent, cpu = state["seconds"], state["cpu_seconds"]
         if "episodes" in state:
             episodes.load_state_dict(state["episodes"])  # type: ignore[attr-defined]
 
@@ -167,20 +172,22 @@ def meta_train(
 
     source = iter(episodes)
     for step in range(done, outer_steps):
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         with torch.random.fork_rng(_cuda(encoder)):
             torch.manual_seed(1_000_003 * seed + step)  # so that a resumed run draws the same
             outer_step(next(source), step)
         spent += time.perf_counter() - begin
+        cpu += time.process_time() - cpu_begin
         if on_step is not None:
 
-            def now(step: int = step, spent: float = spent) -> dict[str, Any]:
+            def now(step: int = step, spent: float = spent, cpu: float = cpu) -> dict[str, Any]:
                 place = {"episodes": episodes.state_dict()} if hasattr(episodes, "state_dict") else {}  # type: ignore
                 parts = {"encoder": encoder.state_dict(), "adam": adam.state_dict(), **place}
-                return {"step": step + 1, "seconds": spent, "history": history, **parts}
+                times = {"seconds": spent, "cpu_seconds": cpu}
+                return {"step": step + 1, "history": history, **times, **parts}
 
             on_step(Moment(step + 1, spent, encoder, history, now))
-    return Result(encoder.eval(), history, spent)
+    return Result(encoder.eval(), history, spent, cpu)
 
 
 def _as_one(encoder: nn.Module, group: Any) -> None:
