@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: demo test lint types docs figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper bench \
-	bench-quick memory gpu-check clean
+	bench-quick gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,7 +42,7 @@ docs: $(VENV)/.test
 
 # The pictures of the docs and the table of imports, each in less than a minute.
 figures: $(VENV)/.test
-	for f in architecture imports engines paper report schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
+	for f in architecture imports paper report schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
 
 # Wheel and sdist, the wheel in an empty environment, README's example against it. See docs/release.md.
 release-check: $(VENV)/.test
@@ -137,10 +137,6 @@ bench-quick: $(VENV)/.bench
 # On a machine with a GPU: what could not be run without one, and a page to send us.
 gpu-check: $(VENV)/.test
 	$(BIN)/python -m benchmarks.gpu_check $(if $(DEVICE),--device $(DEVICE))
-
-# Peak memory and time of the engines on an MLP 784-300-10, each in a process of its own.
-memory: $(VENV)/.test
-	$(BIN)/python -m benchmarks.memory
 
 clean:
 	rm -rf $(VENV) .venv-oldest runs site dist .pytest_cache .ruff_cache .hypothesis

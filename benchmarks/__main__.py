@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
                    help="cores for every runner (all)")  # fmt: skip
     p.add_argument("--malloc", choices=("keep", "default"), default="keep",
                    help="glibc's malloc, for all runners alike: keep what was freed, or return it (keep)")  # fmt: skip
-    p.add_argument("--data-root", default=None, metavar="DIR", help="where MNIST is (./data or ../shared/data)")
+    p.add_argument("--data-root", default=None, metavar="DIR", help="where MNIST is (./data)")
     p.add_argument("--quality-seconds", type=float, default=None, metavar="S",
                    help="at most so long for each method of `quality` (60, quick 20)")  # fmt: skip
     p.add_argument("--merge", action="store_true", help="keep what --out has of other problems and parts")
@@ -196,7 +196,7 @@ def quality(setting: Setting, runners: list[str], root: str | None, cap: float) 
         return {"skipped": f"needs the recipes' packages ({error})"}
     place = cleaning.data(root)
     if not place:
-        return {"skipped": f"no MNIST in {root or './data or ../shared/data'}: give --data-root"}
+        return {"skipped": f"no MNIST in {root or './data'}: give --data-root"}
     asked = [r for r in runners if not BY_NAME[r].missing()]
     return {"rows": {label: apart(cleaning.clean, setting, solver, runner, place, cap)
                      for label, (solver, runner) in cleaning.cleaners(asked).items()}}  # fmt: skip
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = report.load(args.out) if args.merge else {}
     results |= {
         "setting": {"size": size, "threads": args.threads, "malloc": args.malloc, "rounds": rounds},
-        "machine": report.machine([r for r in RUNNERS if r.package]),
+        "machine": report.machine([r for r in RUNNERS if r.package], results.get("machine", {}).get("packages", {})),
         "when": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
         "commands": [*results.get("commands", []), shlex.join(["python", "-m", "benchmarks", *argv])],
     }

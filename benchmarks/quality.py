@@ -76,5 +76,5 @@ def reached(curve: list[tuple[float, float]], target: float) -> float | None:
 
 def data(root: str | None) -> str:
     """Where MNIST is, or nothing."""
-    places = [Path(root or "data"), *([] if root else [Path("../shared/data")])]
-    return next((str(r) for r in places if (r / "MNIST.tar.xz").is_file() or (r / "MNIST").is_dir()), "")
+    place = Path(root or "data")
+    return str(place) if (place / "MNIST.tar.xz").is_file() or (place / "MNIST").is_dir() else ""

@@ -25,8 +25,8 @@ Row = dict[str, Any]
 EXACT = 1e-3  # relative error, in float32, up to which a method counts as exact
 
 
-def machine(runners: Iterable[Runner]) -> dict[str, Any]:
-    """What the figures depend on besides the code."""
+def machine(runners: Iterable[Runner], before: dict[str, str]) -> dict[str, Any]:
+    """What the figures depend on besides the code. `before` has the packages of earlier runs whose figures stay."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
@@ -35,7 +35,7 @@ def machine(runners: Iterable[Runner]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "packages": {r.name: f"{r.package} {r.version()}" for r in runners if r.version()},
+        "packages": before | {r.name: f"{r.package} {r.version()}" for r in runners if r.version()},
     }
 
 
