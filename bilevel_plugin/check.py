@@ -96,6 +96,20 @@ def gradcheck(
         tol: the relative error to allow; by default 1e-6 in float64 and 1e-2 in float32. Check in float64 where you
             can: with kinks (ReLU, max pooling) or in float32 the differences may be too rough to decide.
         options: those of `inner`: solver, lr, optimizer, direction, clip, engine, tasks.
+
+    Examples:
+        A `.detach()` hides from autograd that the loss depends on λ, and the differences tell.
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False).double()
+        >>> lam = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        >>> g = lambda m: (m.weight - 1).square().sum()
+        >>> h = lambda m: (m.weight - lam**2).square().sum()
+        >>> bool(bilevel.gradcheck(model, h, g, lam, solver="gd", lr=0.1))
+        True
+        >>> h = lambda m: (m.weight - lam * lam.detach()).square().sum()
+        >>> bool(bilevel.gradcheck(model, h, g, lam, solver="gd", lr=0.1))
+        False
     """
     tensors = flatten(inputs)
     for name, x in tensors.items():

@@ -47,10 +47,11 @@ def fetched(
     It holds the data set and the indices, and no sample. Augmentation in `dataset[i]` may draw from torch's global
     generator, from Python's `random` and from NumPy's global generator: a replay restores their states first.
 
-    >>> import torch, bilevel_plugin as bilevel
-    >>> data = torch.utils.data.TensorDataset(torch.arange(10.0))
-    >>> bilevel.fetched(data, [3, 1])()
-    [tensor([3., 1.])]
+    Examples:
+        >>> import torch, bilevel_plugin as bilevel
+        >>> data = torch.utils.data.TensorDataset(torch.arange(10.0))
+        >>> bilevel.fetched(data, [3, 1])()
+        [tensor([3., 1.])]
     """
     return _Fetched(dataset, indices, collate_fn)
 

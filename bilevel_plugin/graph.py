@@ -112,7 +112,13 @@ def grad(
 
 
 def as_leaves(z: State) -> State:
-    """The same numbers as new leaves that require grad (integers as they are)."""
+    """The same numbers as new leaves that require grad (integers as they are).
+
+    Examples:
+        >>> import torch, bilevel_plugin as bilevel
+        >>> bilevel.as_leaves({"weight": torch.ones(2)})
+        {'weight': tensor([1., 1.], requires_grad=True)}
+    """
     return {n: x.detach().requires_grad_() if x.is_floating_point() else x for n, x in z.items()}
 
 

@@ -302,14 +302,17 @@ def stop_gradient(x: T) -> T:
     EMA of the weights) is part of the state of the loop: the next step takes it as a constant, the hypergradient does
     not. x may be a tensor, or a list, tuple or dict of tensors. Outside of a block it is `x.detach()`.
 
-    >>> import torch, bilevel_plugin as bilevel
-    >>> model = torch.nn.Linear(1, 1, bias=False)
-    >>> h = lambda m: (m.weight - bilevel.stop_gradient(m.weight) + 1).square().sum()  # a gradient of 2, whatever w is
-    >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
-    ...     w = loop.weights["weight"].item()
-    ...     _ = loop.step()
-    ...     print(round(loop.weights["weight"].item() - w, 4))
-    -1.0
+    Examples:
+        The gradient of this loss is 2, whatever w is, so that a step of rate 0.5 subtracts 1.
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> h = lambda m: (m.weight - bilevel.stop_gradient(m.weight) + 1).square().sum()
+        >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
+        ...     w = loop.weights["weight"].item()
+        ...     _ = loop.step()
+        ...     print(round(loop.weights["weight"].item() - w, 4))
+        -1.0
     """
     taking = _current_evaluation()
     if taking is None:

@@ -43,12 +43,21 @@ def optimizer_rule(kind: type[torch.optim.Optimizer]) -> Callable[[F], F]:
     optimizer's tensors for it (`{}` before the first update), how many updates the weight has had with this one, and
     the options of its parameter group. It returns the new weight and the new state, in differentiable operations.
 
-    >>> import torch, bilevel_plugin as bilevel
-    >>> class SignSGD(torch.optim.SGD):
-    ...     pass
-    >>> @bilevel.optimizer_rule(SignSGD)
-    ... def sign_sgd(w, d, state, *, lr, **options):
-    ...     return w - lr * d.sign(), state
+    Examples:
+        >>> import torch, bilevel_plugin as bilevel
+        >>> class SignSGD(torch.optim.SGD):
+        ...     pass
+        >>> @bilevel.optimizer_rule(SignSGD)
+        ... def sign_sgd(w, d, state, *, lr, **options):
+        ...     return w - lr * d.sign(), state
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> lam = torch.tensor(2.0, requires_grad=True)
+        >>> h = lambda m: (m.weight - lam).square().sum()
+        >>> with bilevel.inner(model, h, solver="gd", optimizer=SignSGD(model.parameters(), lr=0.5)) as loop:
+        ...     _ = loop.step()
+        ...     print(model.weight.item())
+        0.5
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # pyright: ignore
         raise TypeError(f"bilevel.optimizer_rule: it takes a class of torch.optim.Optimizer, got {kind!r}.")

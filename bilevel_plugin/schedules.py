@@ -8,7 +8,13 @@ Schedule = Callable[[int], float]
 
 
 def constant(value: float) -> Schedule:
-    """α_k = value: Φ is the same map at every step, so that it has a fixed point (`cg`, `neumann`)."""
+    """α_k = value: Φ is the same map at every step, so that it has a fixed point (`cg`, `neumann`).
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.constant(0.5)(16)
+        0.5
+    """
     if not 0 <= value <= 1:
         raise ValueError(f"bilevel.constant: α must lie in [0, 1], got {value}.")
     return lambda k: value
@@ -18,6 +24,11 @@ def power(p: float = 0.25) -> Schedule:
     """α_k = k^−p: the schedule of the paper's experiments (p = 0.25).
 
     Under `BiGSAM` the weight of h vanishes, so that w_k goes to argmin g as k grows.
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.power(0.25)(16)
+        0.5
     """
     if not p >= 0:
         raise ValueError(f"bilevel.power: p must be at least 0, got {p}.")
@@ -30,6 +41,11 @@ def convergent(c: float = 1.0, p: float = 0.5) -> Schedule:
     Under `BiGSAM` the weight of g vanishes and its sum diverges: w_k goes to the point of argmin h at
     which g is least (Sabach & Shtern 2017), the solution of the paper's Eq. 3. Along argmin h the start
     is forgotten like exp(−k^(1−p)), and like a power of k, slow at small rates s, for their p = 1.
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.convergent()(3)
+        0.5
     """
     if not (0 < c <= 1 and 0 < p <= 1):
         raise ValueError(f"bilevel.convergent: c and p must lie in (0, 1], got c={c}, p={p}.")

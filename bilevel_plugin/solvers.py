@@ -27,7 +27,16 @@ _VANISHING = power(1.0)  # 1/k
 
 
 def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
-    """The rate at step k, or an error that names it: "bilevel.GD: t", say."""
+    """The rate at step k, or an error that names it: "bilevel.GD: t", say.
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.evaluate("t", lambda k: 1 / k, k=4)
+        0.25
+        >>> bilevel.evaluate("t", -1.0, k=4)
+        Traceback (most recent call last):
+        ValueError: t must be finite and at least 0, got -1.0 at k = 4.
+    """
     value = rate(k) if callable(rate) else rate
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -66,7 +75,13 @@ class StepRule(ABC):
 
 @dataclass(frozen=True)
 class GD(StepRule):
-    """w⁺ = w − t·∇h: the basic bilevel model (paper, Alg. 5)."""
+    """w⁺ = w − t·∇h: the basic bilevel model (paper, Alg. 5).
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.GD(0.1).weights(k=1)
+        (0.1, 0.0)
+    """
 
     t: Rate
 
@@ -82,6 +97,17 @@ class BiGSAM(StepRule):
     """w⁺ = w − t·α_k·∇h − s·(1 − α_k)·∇g: the improved model (paper, Alg. 1).
 
     s defaults to t. `every=m` takes such a step at k = m, 2m, … and one with α = 1 between (Fig. 2).
+
+    Examples:
+        The weights of ∇h and ∇g in step 16, where the default α_k = k^−0.25 is 1/2:
+
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.BiGSAM(t=1.0).weights(k=16)
+        (0.5, 0.5)
+        >>> bilevel.BiGSAM(t=1.0, s=0.5, alpha=bilevel.convergent(), every=3).weights(k=3)  # α_3 = 1 − 4^−0.5
+        (0.5, 0.25)
+        >>> bilevel.BiGSAM(t=1.0, s=0.5, alpha=bilevel.convergent(), every=3).weights(k=2)
+        (1.0, 0.0)
     """
 
     t: Rate
@@ -113,6 +139,11 @@ class BDA(StepRule):
     """w⁺ = w − s·α_k·∇g − t·(1 − α_k)·∇h: BiGSAM with the roles of α and 1 − α swapped (Liu et al. 2020).
 
     The default α_k = 1/k vanishes, as their analysis requires.
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.BDA(t=1.0).weights(k=4)
+        (0.75, 0.25)
     """
 
     t: Rate
@@ -131,7 +162,13 @@ class BDA(StepRule):
 
 @dataclass(frozen=True)
 class Penalty(StepRule):
-    """w⁺ = w − t·∇(h + c·g): Tikhonov regularisation with the outer loss (paper, App. A)."""
+    """w⁺ = w − t·∇(h + c·g): Tikhonov regularisation with the outer loss (paper, App. A).
+
+    Examples:
+        >>> import bilevel_plugin as bilevel
+        >>> bilevel.Penalty(t=0.5, c=0.5).weights(k=1)
+        (0.5, 0.25)
+    """
 
     t: Rate
     c: Rate = 0.1

@@ -21,6 +21,19 @@ class Forward(Engine):
     Memory does not depend on K. Time and memory grow with the number of outer directions, so it is for a few rates or
     regularisers. `wrt` names the tensors to differentiate with respect to; by default these are all that the losses
     use. More than `limit` directions are an error.
+
+    Examples:
+        Three steps of the learnable rate t end at w = (1 − t)³, whose derivative is −3·(1 − t)².
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> rate = torch.tensor(0.5, requires_grad=True)
+        >>> h, g = lambda m: 0.5 * m.weight.square().sum(), lambda m: m.weight.sum()
+        >>> with bilevel.inner(model, h, g, solver="gd", lr=rate, engine=bilevel.Forward()) as loop:
+        ...     _ = loop.run(3)
+        ...     print(loop.hypergrad(rate))
+        tensor(-0.7500)
     """
 
     wrt: Sequence[Tensor] | None = None

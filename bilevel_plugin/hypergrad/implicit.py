@@ -58,7 +58,21 @@ class _Implicit(Engine):
 
 @dataclass(frozen=True)
 class CG(_Implicit):
-    """Conjugate gradients on I − ∂Φ/∂w, which is c·∇²(the step's loss): symmetric, and positive at a minimum."""
+    """Conjugate gradients on I − ∂Φ/∂w, which is c·∇²(the step's loss): symmetric, and positive at a minimum.
+
+    Examples:
+        The minimiser of h is w* = 1/(1 + λ), and dw*/dλ = −1/(1 + λ)².
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> lam = torch.tensor(1.0, requires_grad=True)
+        >>> h = lambda m: 0.5 * (m.weight - 1).square().sum() + 0.5 * lam * m.weight.square().sum()
+        >>> g = lambda m: m.weight.sum()
+        >>> with bilevel.inner(model, h, g, solver="gd", lr=0.4, engine=bilevel.CG()) as loop:
+        ...     _ = loop.run(30)
+        ...     print(loop.hypergrad(lam))
+        tensor(-0.2500)
+    """
 
     needs: ClassVar[tuple[str, ...]] = ("fixed point", "symmetry")
 
@@ -88,7 +102,22 @@ class CG(_Implicit):
 
 @dataclass(frozen=True)
 class Neumann(_Implicit):
-    """v = Σ_j a·(∂Φ/∂z)^j, for a Φ that contracts. Φ need not be symmetric, so momentum is allowed."""
+    """v = Σ_j a·(∂Φ/∂z)^j, for a Φ that contracts. Φ need not be symmetric, so momentum is allowed.
+
+    Examples:
+        The minimiser of h is w* = 1/(1 + λ), and dw*/dλ = −1/(1 + λ)².
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> lam = torch.tensor(1.0, requires_grad=True)
+        >>> h = lambda m: 0.5 * (m.weight - 1).square().sum() + 0.5 * lam * m.weight.square().sum()
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+        >>> g = lambda m: m.weight.sum()
+        >>> with bilevel.inner(model, h, g, solver="gd", optimizer=sgd, engine=bilevel.Neumann()) as loop:
+        ...     _ = loop.run(60)
+        ...     print(loop.hypergrad(lam))
+        tensor(-0.2500)
+    """
 
     def solve(self, pull: Operator, a: State) -> State:
         v, term = a, a

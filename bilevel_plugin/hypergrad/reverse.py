@@ -75,6 +75,24 @@ class Reverse(Engine):
     step takes three to five times as much. It is "auto" (modules that stand in a ModuleList or Sequential with others
     of their class), a class of modules, modules of the model, or several of either. A step that does not allow this
     runs as without it, with a warning that says why. `memory` then keeps iterates, and no graphs.
+
+    Examples:
+        Two steps of rate 0.5 from 0 end at w = 0.75·λ, so dg/dλ = (w − 1)·0.75. The last step alone contributes
+        (w − 1)·0.5.
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> lam = torch.tensor(2.0, requires_grad=True)
+        >>> h = lambda m: 0.5 * (m.weight - lam).square().sum()
+        >>> g = lambda m: 0.5 * (m.weight - 1).square().sum()
+        >>> for engine in bilevel.Reverse(), bilevel.Reverse("sqrt"), bilevel.Reverse(truncate=1):
+        ...     with bilevel.inner(model, h, g, solver="gd", lr=0.5, engine=engine) as loop:
+        ...         _ = loop.run(2)
+        ...         print(loop.hypergrad(lam))
+        tensor(0.3750)
+        tensor(0.3750)
+        tensor(0.2500)
     """
 
     checkpoint: int | Literal["sqrt"] = 1

@@ -18,7 +18,23 @@ from .base import End, Engine, Tape
 
 @dataclass(frozen=True)
 class Unroll(Engine):
-    """∇ g(Φ_K ∘ … ∘ Φ_1(z_0)) by autograd. Memory: the graphs of all K steps."""
+    """∇ g(Φ_K ∘ … ∘ Φ_1(z_0)) by autograd. Memory: the graphs of all K steps.
+
+    Examples:
+        The result can be differentiated again. Two steps of rate 0.5 from 1 end at w = (1 − λ/2)². At λ = 1 its
+        first and second derivative are −1/2 and 1/2.
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> lam = torch.tensor(1.0, requires_grad=True)
+        >>> h = lambda m: 0.5 * lam * m.weight.square().sum()
+        >>> with bilevel.inner(model, h, lambda m: m.weight.sum(), solver="gd", lr=0.5, engine="unroll") as loop:
+        ...     _ = loop.run(2)
+        ...     first = loop.hypergrad(lam, create_graph=True)
+        >>> first.item(), torch.autograd.grad(first, lam)[0].item()
+        (-0.5, 0.5)
+    """
 
     @property
     def keeps_graphs(self) -> bool:
