@@ -41,7 +41,7 @@ def test_a_study_leaves_everything_behind(tmp_path: Path, capsys: pytest.Capture
     row = next(r for r in results["table"] if r["method"] == "gd" and r["ways"] == 5)
     both = [r["scores"]["3"]["mean"] for r in results["runs"] if r["method"] == "gd" and r["ways"] == 5]
     assert row["scores"]["3"]["mean"] == pytest.approx(sum(both) / 2)
-    assert row["scores"]["3"]["interval"] == pytest.approx(1.96 * abs(both[0] - both[1]) / 2)
+    assert row["scores"]["3"]["interval"] == pytest.approx(12.706 * abs(both[0] - both[1]) / 2, rel=1e-4)
     assert f"{100 * row['scores']['3']['mean']:.2f} ± " in (out / "table.md").read_text()
 
     with open(out / "curves.csv", newline="") as handle:

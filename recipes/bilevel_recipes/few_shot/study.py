@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import tyro
+from scipy.stats import t as student
 from torch import nn
 from tqdm import tqdm
 
@@ -355,10 +356,15 @@ def elsewhere(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def over_seeds(means: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of a mean over a few seeds, by Student's t."""
+    return float(student.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / math.sqrt(len(means)))
+
+
 def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each cell and method: the mean over seeds of each score, with an interval.
 
-    interval: that of the tasks for one seed, 1.96·deviation/√seeds of the means for several.
+    interval: that of the tasks for one seed, that of `over_seeds` for several.
     """
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in [*records, *elsewhere(records)]:
@@ -373,7 +379,7 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             means = [r["scores"][name]["mean"] for r in group]
             spread = score["interval"]
             if len(group) > 1:
-                spread = 1.96 * float(np.std(means, ddof=1)) / math.sqrt(len(group))
+                spread = over_seeds(means)
             row["scores"][name] = {"mean": float(np.mean(means)), "interval": spread}
         out.append(row)
     return out
