@@ -9,6 +9,7 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 """
 
 from .check import gradcheck
+from .direction import clip_norm, clip_value
 from .fetching import fetched
 from .graph import Gradients, State, Traced, as_leaves
 from .hypergrad import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
@@ -20,7 +21,7 @@ from .schedules import constant, convergent, power
 from .sentinel import DerivativeWarning
 from .solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
 from .step import LossMonitor, Moved, Step
-from .updates import Update, clip_norm, clip_value
+from .updates import Update
 
 __version__ = "0.1.0"
 

@@ -16,21 +16,14 @@ from torch import nn
 from . import hypergrad as engines
 from . import solvers
 from .binding import Binding, Loss
+from .direction import Transform, checked_direction, resolve_clip
 from .hypergrad import Engine
 from .kernels import EXCLUSIVE
 from .loop import Check, Inputs, Loop, Losses, flatten
 from .optimizers import Formula
 from .solvers import Rate, StepRule
 from .tasks import TaskBinding
-from .updates import (
-    DescentRule,
-    OptimizerRule,
-    Transform,
-    UpdateRule,
-    checked_direction,
-    resolve_clip,
-    resolve_optimizer,
-)
+from .updates import DescentRule, OptimizerRule, UpdateRule, resolve_optimizer
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -88,15 +81,18 @@ def inner(
 
     The outer variable λ needs no registration: it is every other tensor that requires grad and is used by h or g.
 
-    >>> import torch, bilevel_plugin as bilevel
-    >>> model = torch.nn.Linear(1, 1, bias=False)
-    >>> lam = torch.tensor(0.5, requires_grad=True)
-    >>> h = lambda m: (m.weight - lam).square().sum()
-    >>> g = lambda m: (m.weight - 1).square().sum()
-    >>> with bilevel.inner(model, h, g, solver="gd", lr=0.5) as loop:  # one step goes to lam itself
-    ...     _ = loop.step()
-    ...     print(loop.hypergrad(lam))
-    tensor(-1.)
+    Examples:
+        One step of rate 0.5 goes to λ itself, so dg/dλ = 2·(λ − 1).
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> lam = torch.tensor(0.5, requires_grad=True)
+        >>> h = lambda m: (m.weight - lam).square().sum()
+        >>> g = lambda m: (m.weight - 1).square().sum()
+        >>> with bilevel.inner(model, h, g, solver="gd", lr=0.5) as loop:
+        ...     _ = loop.step()
+        ...     print(loop.hypergrad(lam))
+        tensor(-1.)
     """
     return Inner(model, h, g, solver, lr, optimizer, direction, clip, engine, tasks, group, local, check)
 

@@ -11,8 +11,10 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
+from .accumulation import Accumulate, AfterAccumulation
 from .binding import AUX, NESTED, OWNER, Binding, Inside, Loss, WithKeywords, code_of, evaluating_loss, scalar
 from .conditions import undisturbed
+from .direction import Transform, Transformed, hooks_of
 from .fetching import Source
 from .graph import (
     Gradients,
@@ -39,7 +41,7 @@ from .replay import Conditions, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule, Value
 from .step import LossMonitor, Moved, Step, Term, disconnected
-from .updates import SUM, Accumulate, AfterAccumulation, Transform, Transformed, Update, UpdateRule, hooks_of
+from .updates import SUM, Update, UpdateRule
 
 Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
 Only = torch.optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]
@@ -139,6 +141,20 @@ class Loop:
                 batch that differs is an error. See `fetched`.
 
         After `accumulate`, a step takes no batch and uses the sum of the gradients. Returns the losses before the step.
+
+        Examples:
+            Each step of rate 0.5 goes half of the way to c.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m, c: 0.5 * (m.weight - c).square().sum()
+            >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
+            ...     for c in (2.0, 4.0):
+            ...         _ = loop.step(c)
+            ...         print(model.weight.item())
+            1.0
+            2.5
         """
         self._check_open()
         parts = checked(micro, reduction)
@@ -202,6 +218,20 @@ class Loop:
         `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is freed at once. The
         gradients are summed: divide the loss by their number if you want the mean, as in the plain loop. To split one
         batch without changing the result, use `micro`. `micro` and `fetch` are explained in `step`.
+
+        Examples:
+            The gradients of both are summed, so the step goes from 0 to 0.25·(2 + 4).
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m, c: 0.5 * (m.weight - c).square().sum()
+            >>> with bilevel.inner(model, h, solver="gd", lr=0.25) as loop:
+            ...     for c in (2.0, 4.0):
+            ...         _ = loop.accumulate(c)
+            ...     _ = loop.step()
+            ...     print(model.weight.item())
+            1.5
         """
         self._check_open()
         parts = checked(micro, reduction)
@@ -379,7 +409,20 @@ class Loop:
         return update if hooks is None else Transformed([hooks], update, closes_over=True)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
-        """`steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last."""
+        """`steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last.
+
+        Examples:
+            K steps of rate t from 0 end at (1 − (1 − t)^K)·c.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m, c: 0.5 * (m.weight - c).square().sum()
+            >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
+            ...     _ = loop.run(3, 8.0)
+            ...     print(model.weight.item())
+            7.0
+        """
         if steps < 1:
             raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
         for _ in range(steps - 1):
@@ -458,6 +501,20 @@ class Loop:
         """Write the current weights and buffers into the model, as a warm start for what comes after the block.
 
         With `optimizer`, momentum, moments and step counts are written into the state of the optimizers too.
+
+        Examples:
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m: 0.5 * (m.weight - 1).square().sum()
+            >>> for keep in (False, True):
+            ...     with bilevel.inner(model, h, solver="gd", lr=1.0) as loop:
+            ...         _ = loop.step()
+            ...         if keep:
+            ...             loop.commit_()
+            ...     print(model.weight.item())
+            0.0
+            1.0
         """
         self._check_open()
         self._monitor.raise_if_not_finite()
@@ -511,6 +568,24 @@ class Loop:
             allow_unused: return zeros for an input that no loss depends on, instead of an error.
             create_graph: make the result differentiable (engine="unroll" only).
             retain_graph: keep the graph behind tensors of the batch (an encoder's), to go through it again.
+
+        Examples:
+            Two steps of rate 0.5 from 0 end at w = 0.75·λ, so dg/dλ = (w − 1)·0.75.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> lam = torch.tensor(2.0, requires_grad=True)
+            >>> h = lambda m: 0.5 * (m.weight - lam).square().sum()
+            >>> g = lambda m: 0.5 * (m.weight - 1).square().sum()
+            >>> with bilevel.inner(model, h, g, solver="gd", lr=0.5) as loop:
+            ...     _ = loop.run(2)
+            ...     print(loop.hypergrad(lam))
+            ...     print(loop.hypergrad({"strength": lam}))
+            ...     print(loop.hypergrad(lam, loss=3 * loop.weights["weight"].sum()))  # 3·0.75
+            tensor(0.3750)
+            {'strength': tensor(0.3750)}
+            tensor(2.2500)
         """
         tensors = flatten(inputs)
         grads = self._gradients(list(tensors.values()), outer, loss, allow_unused, create_graph, retain_graph)
@@ -531,6 +606,21 @@ class Loop:
 
         The weights of the inner model are not an outer variable and get no gradient, unless `inputs` names them (to
         learn an initialisation). `inputs` restricts the gradient to the tensors it names.
+
+        Examples:
+            Two steps of rate 0.5 from 0 end at w = 0.75·λ, so dg/dλ = (w − 1)·0.75.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> lam = torch.tensor(2.0, requires_grad=True)
+            >>> h = lambda m: 0.5 * (m.weight - lam).square().sum()
+            >>> g = lambda m: 0.5 * (m.weight - 1).square().sum()
+            >>> with bilevel.inner(model, h, g, solver="gd", lr=0.5) as loop:
+            ...     _ = loop.run(2)
+            ...     loop.backward()
+            >>> lam.grad
+            tensor(0.3750)
         """
         if inputs is not None:
             wanted = list(flatten(inputs).values())

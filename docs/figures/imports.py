@@ -12,8 +12,8 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end of what was made -->\n"
 
 ORDER = (  # a file imports what stands before it
-    "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "binding", "conditions", "tasks",
-    "parallel", "parts", "fetching", "step",
+    "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "accumulation", "direction",
+    "binding", "conditions", "tasks", "parallel", "parts", "fetching", "step",
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/micro",
     "pullback/__init__",
     "replay",
