@@ -1,11 +1,11 @@
 """Υ, the update after a gradient: z⁺ = Υ(z, d), written so that autograd can differentiate it.
 
 d is the solver's direction; it takes the place of `.grad` in torch.optim. The state z of the inner problem holds the
-weights under their names and an optimizer's tensors under "name@tensor". As in torch.optim, a weight that the step's
-loss does not touch is left alone. The optimizer is read at every step (so a learning-rate scheduler works), never
-stepped.
+weights under their names, and an optimizer's tensors under "name@tensor". As in torch.optim, a weight on which the
+step's loss does not depend is left unchanged. The optimizer is read at every step, so that a learning-rate scheduler
+works. It is never stepped.
 
-An `UpdateRule` belongs to a loop; `at_step` gives the `Update` of one step, with the options as they are then.
+An `UpdateRule` belongs to a loop; `at_step` gives the `Update` of one step, with the options at that time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUM = "@grad"  # the suffix of the sum of the directions since the last step, as
 
 @dataclass
 class PulledUpdate:
-    """What pulling an adjoint through Υ gives: z⁺, a·∂Υ/∂z, u = a·∂Υ/∂d, and the gradients of wanted options."""
+    """The result of pulling an adjoint a through Υ: z⁺, a·∂Υ/∂z, u = a·∂Υ/∂d, and the gradients of wanted options."""
 
     to: State
     adjoint: State
@@ -47,29 +47,29 @@ class Update(ABC):
 
     @property
     def reads_direction(self) -> bool:
-        """Whether the derivative of Υ depends on the numbers of d, not only on its shape."""
+        """Whether the derivative of Υ depends on the values of d, and not only on its shape."""
         return True
 
     @property
     def accumulates(self) -> bool:
-        """Whether it moves no weight, and only adds to a sum that its derivative does not read."""
+        """Whether the update changes no weight, and only adds to a sum that its derivative does not read."""
         return False
 
     @property
     def closes_over(self) -> bool:
-        """Whether it holds a function of the user's, which may use outer variables that `options` does not list."""
+        """Whether the update calls a function of the user, which may use outer variables that `options` lacks."""
         return False
 
     def moves(self, z: State, d: State) -> Iterable[str]:
-        """The weights that it updates."""
+        """Return the names of the weights that the update changes."""
         return tuple(d)
 
     @abstractmethod
     def __call__(self, z: State, d: State) -> State:
-        """z⁺, in differentiable operations."""
+        """Compute z⁺ = Υ(z, d) in differentiable operations."""
 
     def direction_between(self, z: State, to: State, names: Iterable[str]) -> State | None:
-        """The direction of these weights by which Υ took z to z⁺, if the two states determine it; else None."""
+        """Return the direction d with z⁺ = Υ(z, d) for these weights, or None if z and z⁺ do not determine it."""
         return None
 
     def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
@@ -95,31 +95,34 @@ class Update(ABC):
 
 
 class UpdateRule(ABC):
-    """What a loop updates its weights by."""
+    """The rule by which a loop updates its weights."""
 
     start: State  # the optimizer's tensors at the beginning
-    has_no_rate: bool = False  # the rate is in the direction already (a solver object's)
+    has_no_rate: bool = False  # the direction already contains the rate (of a solver object)
 
     @abstractmethod
     def at_step(self, k: int) -> Update:
-        """Υ_k, with the options as they are now."""
+        """Return Υ_k, with the present options."""
 
     def count(self, moved: Iterable[str]) -> None:  # noqa: B027 (plain steps have nothing to count)
-        """Called after a step, with the names of the weights that it moved."""
+        """Count an update of each of these weights; called after a step with the names of those that it changed."""
 
     def names_held_by(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
-        """The weights that the optimizer holds; None if it is not one of this loop's."""
+        """Return the weights that the optimizer holds, or None if it is not one of this loop's optimizers."""
         return None
 
     def write_state(self, z: State) -> None:
         """Write the optimizer's part of z into the optimizer itself."""
-        raise ValueError("bilevel.inner: commit_(optimizer=True) has no optimizer to write to: there is no optimizer=.")
+        raise ValueError(
+            "bilevel.inner: commit_(optimizer=True) has no optimizer to write to. Open the block with optimizer=..., "
+            "or leave out optimizer=True."
+        )
 
     def check(self) -> None:  # noqa: B027 (plain steps have no optimizer)
-        """Raise if something was done to the optimizer that a step would not see."""
+        """Raise if the optimizer was changed in a way that a step would not notice."""
 
     def lacks(self, need: str) -> str | None:
-        """Why Υ can't give what an engine needs ("fixed point", "symmetry"), or None if it can."""
+        """Return why Υ does not have what an engine needs ("fixed point", "symmetry"), or None if it has it."""
         return None
 
 
@@ -168,9 +171,9 @@ class DescentRule(UpdateRule):
     def at_step(self, k: int) -> Update:
         lr = 1.0 if self.rate is None else evaluate("bilevel.inner: lr", self.rate, k)
         if not (isinstance(lr, Tensor) and lr.requires_grad):
-            lr = lr.detach().clone() if isinstance(lr, Tensor) else lr  # it may be written to
+            lr = lr.detach().clone() if isinstance(lr, Tensor) else lr  # the tensor may be written to later
             if self._last is None or isinstance(lr, Tensor) or self._last.lr != lr:
-                self._last = Descent(lr)  # else the step before has the same
+                self._last = Descent(lr)  # otherwise it shares the update of the previous step
             return self._last
         return Descent(self.count_once(lr), (lr,))
 
@@ -179,7 +182,7 @@ class DescentRule(UpdateRule):
 
 
 def resolve_optimizer(given: Any) -> tuple[tuple[torch.optim.Optimizer, ...], Formula | None]:
-    """The optimizers of `optimizer=`, or the rule."""
+    """Return the optimizers that `optimizer=` was given, or the rule that it was given."""
     if given is None or isinstance(given, torch.optim.Optimizer):
         return (() if given is None else (given,)), None
     if isinstance(given, (list, tuple)):
@@ -189,16 +192,16 @@ def resolve_optimizer(given: Any) -> tuple[tuple[torch.optim.Optimizer, ...], Fo
     elif callable(given) and not isinstance(given, type):
         return (), cast("Formula", given)
     raise TypeError(
-        "bilevel.inner: optimizer= takes an optimizer of torch.optim, a list of them, or a rule, a function "
-        f"rule(w, d, state, *, lr, count) -> (new w, new state); got {given!r}."
+        "bilevel.inner: optimizer= takes an optimizer of torch.optim, a list of them, or a function "
+        f"rule(w, d, state, *, lr, count) -> (new w, new state), got {given!r}."
     )
 
 
 class OptimizerRule(UpdateRule):
     """The rules of torch.optim objects, with their groups, options and present state; or a rule of the user.
 
-    `names` has the weights of the inner problem. `factor` multiplies every rate. `for_every_task` and `each_task` are
-    those of the binding.
+    `names` has the weights of the inner problem. `factor` multiplies every rate. `count_once`, `repeat_for_tasks` and
+    `vmapped` are methods of the binding.
     """
 
     def __init__(
@@ -208,7 +211,7 @@ class OptimizerRule(UpdateRule):
         names: Mapping[Tensor, str],
         factor: Rate | None,
         count_once: CountOnce,
-        for_every_task: Callable[[Tensor], Tensor],
+        repeat_for_tasks: Callable[[Tensor], Tensor],
         vmapped: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._optimizers, self._names, self._factor, self._count_once = tuple(optimizers), names, factor, count_once
@@ -217,24 +220,24 @@ class OptimizerRule(UpdateRule):
         self._held = self._ids()
         self._vmapped = vmapped
         self.start = {}
-        self._count = dict.fromkeys(names.values(), 0)  # updates that a weight has had
+        self._count = dict.fromkeys(names.values(), 0)  # the number of updates of each weight so far
         for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
             _refuse_hooks(optimizer)
             for group in optimizer.param_groups:
                 for p in group["params"]:
                     if p in names:
-                        self._read_state(names[p], p, optimizer.state.get(p, {}), rule, for_every_task)
+                        self._read_state(names[p], p, optimizer.state.get(p, {}), rule, repeat_for_tasks)
 
     def _read_state(
-        self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, for_every_task: Callable[[Tensor], Tensor]
+        self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, repeat_for_tasks: Callable[[Tensor], Tensor]
     ) -> None:
         if rule.counts:
             self._count[name] = int(held.get("step", 0))
         for key, x in held.items():
             if isinstance(x, Tensor) and not (rule.counts and key == "step"):
-                # a number that belongs to the weight as a whole is the same for all tasks
+                # a scalar that belongs to the whole weight is the same for all tasks
                 shared = rule.elementwise and x.dim() == 0 and p.dim() > 0
-                self.start[f"{name}@{key}"] = x.detach().clone() if shared else for_every_task(x.detach().clone())
+                self.start[f"{name}@{key}"] = x.detach().clone() if shared else repeat_for_tasks(x.detach().clone())
 
     def _ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
@@ -275,17 +278,17 @@ class OptimizerRule(UpdateRule):
             return x.detach().clone().reshape(()) if x.numel() == 1 else x.detach().clone()  # schedulers write to it
         if x.grad_fn is not None and x._version:
             raise ValueError(
-                f"bilevel.inner: the option {name!r} of the optimizer is a tensor with a graph, and was written to in "
-                "place, probably by a scheduler, so its derivative is lost. Give the optimizer a number "
-                "(lr=1.0), and the learnable rate to the block: bilevel.inner(..., optimizer=optimizer, lr=rate) "
-                "multiplies what the scheduler sets."
+                f"bilevel.inner: the option {name!r} of the optimizer is a tensor with a graph. Something, probably a "
+                "scheduler, has written to it in place, so that its derivative is lost. Give the optimizer a number "
+                "(lr=1.0), and give the learnable rate to the block: bilevel.inner(..., optimizer=optimizer, lr=rate) "
+                "multiplies the rate that the scheduler sets."
             )
         found.append(x)
         return self._count_once(x.reshape(()) if x.numel() == 1 else x)
 
     def count(self, moved: Iterable[str]) -> None:
         self._count.update({n: self._count[n] + 1 for n in moved})
-        for optimizer in self._optimizers:  # else a scheduler would warn that nothing was stepped
+        for optimizer in self._optimizers:  # otherwise a scheduler would warn that the optimizer was not stepped
             optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def names_held_by(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
@@ -295,11 +298,11 @@ class OptimizerRule(UpdateRule):
         return [self._names[p] for p in held if p in self._names]
 
     def write_state(self, z: State) -> None:
-        """Write the optimizers' tensors of z into their `state`."""
+        """Write the optimizers' tensors that are in z into the `state` of the optimizers."""
         by_name = {n: p for p, n in self._names.items()}
         for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
             for n in self.names_held_by(optimizer) or ():
-                held = {key: x.detach().clone() for key, x in held_by(n, z).items()}
+                held = {key: x.detach().clone() for key, x in optimizer_state(n, z).items()}
                 if rule.counts and self._count[n]:
                     fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
                     where = by_name[n].device if fused else None
@@ -310,7 +313,7 @@ class OptimizerRule(UpdateRule):
     def lacks(self, need: str) -> str | None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         if need == "fixed point" and self._formula is not None:
-            return "a rule of your own is not known to have one"
+            return "it is not known whether a rule of your own has one"
         for rule, optimizer in zip(self._rules, self._optimizers, strict=True):
             if need == "fixed point" and not rule.affine:
                 name = type(optimizer).__name__
@@ -328,32 +331,32 @@ class _Group(NamedTuple):
     rule: Rule
 
 
-_PART = 2**24  # bytes of weights whose updates are differentiated in one go
+_PART_BYTES = 2**24  # bytes of weights whose updates are differentiated together
 
 
 def _parts(d: State) -> list[set[str]]:
-    """The weights in sets of about so many bytes: one set, if there are no more."""
-    parts, room = [set[str]()], _PART
+    """Divide the weights into sets of about `_PART_BYTES` bytes."""
+    parts, room = [set[str]()], _PART_BYTES
     for n, x in d.items():
         if parts[-1] and x.nbytes > room:
-            parts, room = [*parts, set[str]()], _PART
+            parts, room = [*parts, set[str]()], _PART_BYTES
         parts[-1].add(n)
         room -= x.nbytes
     return parts
 
 
 def weight_of(key: str) -> str:
-    """The weight that a tensor of the state belongs to: itself, or that of an optimizer's tensor."""
+    """Return the name of the weight that this entry of the state is, or whose optimizer tensor it is."""
     return key.rpartition("@")[0] or key
 
 
 def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
-    """The sum, where None is 0."""
+    """Return x + y, where None counts as 0."""
     return x if y is None else y if x is None else x + y
 
 
-def held_by(name: str, z: State) -> State:
-    """The optimizer's tensors for one weight."""
+def optimizer_state(name: str, z: State) -> State:
+    """Return the optimizer's tensors for one weight."""
     begin = f"{name}@"
     return {key[len(begin) :]: x for key, x in z.items() if key.startswith(begin) and key != f"{name}{SUM}"}
 
@@ -385,7 +388,7 @@ class FormulaStep(Update):
         for names, options, rule in self.groups:
             for n in names:
                 if n in d:
-                    new[n], state = self._one(
+                    new[n], state = self._update_weight(
                         rule, z[n], d[n], held[n], {**options, "count": self.counts.get(n, 0) + 1}
                     )
                     new.update({f"{n}@{key}": x for key, x in state.items()})
@@ -396,7 +399,7 @@ class FormulaStep(Update):
         with torch.no_grad():
             for held, options, rule in self.groups:
                 for n in wanted.intersection(held):
-                    state, new = held_by(n, z), held_by(n, to)
+                    state, new = optimizer_state(n, z), optimizer_state(n, to)
                     d = None if rule.direction is None or not new else rule.direction(z[n], state, new, **options)
                     if d is None:
                         return None
@@ -404,7 +407,7 @@ class FormulaStep(Update):
         return found if found.keys() == wanted else None
 
     def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
-        """Pull the adjoint a through Υ, some weights at a time: the graph of all takes several times their bytes."""
+        """Pull the adjoint a through Υ, some weights at a time, since the graph takes several times their bytes."""
         parts = _parts(d) if all(rule.elementwise for *_, rule in self.groups) else [set(d)]
         if len(parts) == 1:
             return super().pull(z, d, a, wanted, end=end)
@@ -422,18 +425,20 @@ class FormulaStep(Update):
             whole.wanted = [add(x, y) for x, y in zip(whole.wanted, part.wanted, strict=True)]
         return whole
 
-    def _one(self, rule: Rule, w: Tensor, d: Tensor, state: State, options: dict[str, Any]) -> tuple[Tensor, Held]:
+    def _update_weight(
+        self, rule: Rule, w: Tensor, d: Tensor, state: State, options: dict[str, Any]
+    ) -> tuple[Tensor, Held]:
         if rule.elementwise:
             return rule.formula(w, d, state, **options)
         return self.vmapped(lambda *args: check_returned(args[0], rule.formula(*args, **options)))(w, d, state)
 
 
 def check_returned(w: Tensor, returned: Any) -> tuple[Tensor, State]:
-    """What a rule returned, or an error that says what it should."""
+    """Return what a rule returned, as a weight and a state; raise an error that names the mistake otherwise."""
     if not (isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2):
         raise TypeError(
             "bilevel.inner: the rule of an optimizer must return a pair, the new weight and the new state (a dict of "
-            f"tensors, {{}} if there is none), got {type(returned).__name__}: return w - lr * d, state."
+            f"tensors, {{}} if there is none), got {type(returned).__name__}. For example: return w - lr * d, state."
         )
     new, state = cast("tuple[Any, Any]", returned)
     if not isinstance(new, Tensor) or new.shape != w.shape or not isinstance(state, Mapping):
@@ -450,7 +455,7 @@ def _refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         if hooks:
             raise ValueError(
-                "bilevel.inner: the optimizer has a hook on its step, and a block reads the optimizer without stepping "
-                "it. Remove the hook; what it does to the gradient can be written as direction=, a function of the "
-                "direction."
+                "bilevel.inner: the optimizer has a hook on its step. A block reads the optimizer and never steps it, "
+                "so the hook would not run. Remove it; what it does to the gradient can be written as direction=, a "
+                "function of the direction."
             )
