@@ -14,7 +14,7 @@ from .updates import SUM, PulledUpdate, Update
 
 @dataclass(frozen=True)
 class Accumulate(Update):
-    """grad⁺ = grad + d; the weights stay."""
+    """Add the direction to the sum, grad⁺ = grad + d, and leave the weights unchanged."""
 
     @property
     def accumulates(self) -> bool:
@@ -33,13 +33,13 @@ class Accumulate(Update):
     def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
         with torch.no_grad():
             u = {n: a[f"{n}{SUM}"] for n in d if f"{n}{SUM}" in a}
-            weights = {n: x for n, x in z.items() if not n.endswith(SUM)}  # the sum may not have been kept
+            weights = {n: x for n, x in z.items() if not n.endswith(SUM)}  # z may lack the sum
             return PulledUpdate(weights, dict(a), u, [None] * len(wanted))
 
 
 @dataclass(frozen=True)
 class AfterAccumulation(Update):
-    """Υ(z, grad + d), which leaves no grad behind."""
+    """Apply Υ to the sum, z⁺ = Υ(z, grad + d), and drop the sum."""
 
     update: Update
 

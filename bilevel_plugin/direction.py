@@ -17,7 +17,7 @@ Transform = Callable[[State], State]
 
 
 def clip_norm(max_norm: Value, norm_type: float = 2.0) -> Transform:
-    """d·min(1, max_norm / (‖d‖ + 10⁻⁶)), as torch.nn.utils.clip_grad_norm_ does it.
+    """Clip the direction to a norm: d·min(1, max_norm / (‖d‖ + 10⁻⁶)), as torch.nn.utils.clip_grad_norm_ does it.
 
     Examples:
         >>> import torch, bilevel_plugin as bilevel
@@ -37,7 +37,7 @@ def clip_norm(max_norm: Value, norm_type: float = 2.0) -> Transform:
 
 
 def clip_value(value: Value) -> Transform:
-    """Every entry of d held between −value and value, as torch.nn.utils.clip_grad_value_ does it.
+    """Clip every entry of the direction to [−value, value], as torch.nn.utils.clip_grad_value_ does it.
 
     Examples:
         >>> import torch, bilevel_plugin as bilevel
@@ -55,7 +55,7 @@ def clip_value(value: Value) -> Transform:
 
 
 def hooks_of(parameters: State) -> Transform | None:
-    """The hooks on parameters (register_hook) as a function of the direction; None if there are none."""
+    """Return the hooks on parameters (register_hook) as a function of the direction, or None if there are none."""
     hooked = {n: list(p._backward_hooks.values()) for n, p in parameters.items() if p._backward_hooks}
     if not hooked:
         return None
@@ -74,7 +74,7 @@ def hooks_of(parameters: State) -> Transform | None:
 
 @dataclass(frozen=True)
 class Transformed(Update):
-    """An update after functions of the direction."""
+    """An update that applies functions to the direction first."""
 
     transforms: Sequence[Transform]
     update: Update
@@ -115,28 +115,27 @@ class Transformed(Update):
 
 
 def checked_direction(function: Transform | None, name: str = "direction=") -> Transform | None:
-    """The function of `direction=` or `clip=`, with a check of its result."""
+    """Return the function of `direction=` or `clip=` with a check of its result."""
     if function is None:
         return None
     if not callable(function):
         raise TypeError(
-            f"bilevel.inner: {name} takes a function from the direction, a dict of tensors by the names of the "
-            f"weights, to another such dict, got {type(function).__name__}."
+            f"bilevel.inner: {name} takes a function of the direction, a dict of tensors by the names of the "
+            f"weights, that returns another such dict, got {type(function).__name__}."
         )
 
     def checked(d: State) -> State:
-        new = function({n: x.clone() for n, x in d.items()})  # it may change them in place, as loops do with .grad
+        new = function({n: x.clone() for n, x in d.items()})  # the function may change them in place
         if not isinstance(new, Mapping) or new.keys() != d.keys():  # pyright: ignore[reportUnnecessaryIsInstance]
             got = sorted(new) if isinstance(new, Mapping) else type(new).__name__  # pyright: ignore
             raise TypeError(
-                f"bilevel.inner: {name} must return a dict with the same names as it was given, {sorted(d)}, got {got}."
+                f"bilevel.inner: {name} must return a dict with the names that it was given, {sorted(d)}, got {got}."
             )
         for n, x in new.items():
             if not isinstance(x, Tensor) or x.shape != d[n].shape:  # pyright: ignore[reportUnnecessaryIsInstance]
                 got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)  # pyright: ignore
                 raise ValueError(
-                    f"bilevel.inner: {name} returns {got} for {n!r}, whose direction is a tensor of shape "
-                    f"{tuple(d[n].shape)}."
+                    f"bilevel.inner: {name} must return a tensor of shape {tuple(d[n].shape)} for {n!r}, got {got}."
                 )
         return dict(new)
 
@@ -144,7 +143,7 @@ def checked_direction(function: Transform | None, name: str = "direction=") -> T
 
 
 def resolve_clip(clip: float | Transform | None) -> Transform | None:
-    """The function of the direction that `clip=` stands for."""
+    """Return the function of the direction that `clip=` stands for."""
     if clip is None or hasattr(clip, "may_close_over"):
         return cast("Transform | None", clip)
     if callable(clip):
@@ -152,6 +151,6 @@ def resolve_clip(clip: float | Transform | None) -> Transform | None:
     if isinstance(clip, bool) or not isinstance(clip, (int, float)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             "bilevel.inner: clip= takes the largest norm as a number, or a function of the direction (a dict of "
-            f"tensors) such as bilevel.clip_value(0.1), got {type(clip).__name__}."
+            f"tensors), such as bilevel.clip_value(0.1), got {type(clip).__name__}."
         )
     return clip_norm(clip)
