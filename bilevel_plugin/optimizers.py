@@ -1,11 +1,11 @@
 """The rules of torch.optim, as formulas that autograd can differentiate: (w, d, state, options) ↦ (w⁺, state⁺).
 
-There is one formula for each class, for one weight. `d` is the direction, in place of `.grad`. `state` holds the
-optimizer's tensors for this weight, and is empty at first. `count` is 1 in the first update of the weight. The
-other options are those of the parameter group, under torch's names. Any option may be a tensor that requires grad.
+There is one formula for each class, and it updates one weight. `d` is the direction, in place of `.grad`. `state`
+holds the optimizer's tensors for this weight, and is empty at first. `count` is 1 in the first update of the weight.
+The other options are those of the parameter group, under torch's names. Any option may be a tensor that requires grad.
 
-torch's own steps with `differentiable=True` are not used: they turn a rate that is a tensor into a number, and divide
-by roots that are 0.
+torch's own steps with `differentiable=True` are not used, because they turn a rate that is a tensor into a number, and
+divide by roots that are 0.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Held = Mapping[str, Tensor]
-Formula = Callable[..., tuple[Tensor, Held]]  # rule(w, d, state, *, lr, count, **options)
+Tensors = Mapping[str, Tensor]
+Formula = Callable[..., tuple[Tensor, Tensors]]  # rule(w, d, state, *, lr, count, **options)
 F = TypeVar("F", bound=Formula)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How one weight is updated, and what is known of it."""
+    """The formula that updates one weight, with the properties of the formula that others rely on."""
 
     formula: Formula
-    elementwise: bool = False  # it takes any leading dimension: that of the tasks
-    affine: bool = False  # its derivative does not read the numbers of w and d
+    elementwise: bool = False  # the formula works with any leading dimension, such as that of the tasks
+    affine: bool = False  # its derivative does not depend on the values of w and d
     counts: bool = False  # torch keeps the number of updates in the state, as "step"
-    direction: Callable[..., Tensor | None] | None = None  # d from (w, state, new state, **options), where they tell it
+    direction: Callable[..., Tensor | None] | None = None  # computes d from (w, state, new state, **options)
 
 
 RULES: dict[type[torch.optim.Optimizer], Rule] = {}
@@ -60,7 +60,7 @@ def optimizer_rule(kind: type[torch.optim.Optimizer]) -> Callable[[F], F]:
         0.5
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):  # pyright: ignore
-        raise TypeError(f"bilevel.optimizer_rule: it takes a class of torch.optim.Optimizer, got {kind!r}.")
+        raise TypeError(f"bilevel.optimizer_rule: takes a subclass of torch.optim.Optimizer, got {kind!r}.")
 
     def register(formula: F) -> F:
         RULES[kind] = Rule(formula)
@@ -70,20 +70,20 @@ def optimizer_rule(kind: type[torch.optim.Optimizer]) -> Callable[[F], F]:
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of the optimizer's class, or an error that shows how to give one."""
+    """Return the rule of the optimizer's class, or raise an error that shows how to register one."""
     kind = type(optimizer)
     if kind in RULES:
         return RULES[kind]
-    if hasattr(optimizer, "optimizer"):  # accelerate's and Lightning's have it so
+    if hasattr(optimizer, "optimizer"):  # as the wrappers of accelerate and Lightning have
         raise TypeError(
-            f"bilevel.inner: optimizer= got {kind.__name__}, which wraps another optimizer. Give the one that it "
-            "wraps: optimizer.optimizer."
+            f"bilevel.inner: optimizer= got {kind.__name__}, which wraps another optimizer. Give the wrapped one: "
+            "optimizer.optimizer."
         )
     known = ", ".join(sorted({k.__name__ for k in RULES}))
     why = _NO_RULE.get(kind.__name__, "")
     raise TypeError(
-        f"bilevel.inner: the rule of the optimizer {kind.__name__} is not known. {why}Known are {known}. Another one "
-        "is a function of one weight, which is registered before the block:\n\n"
+        f"bilevel.inner: the rule of the optimizer {kind.__name__} is not known. {why}Known are {known}. To use "
+        "another one, register its rule, a function of one weight, before the block:\n\n"
         f"    @bilevel.optimizer_rule({kind.__name__})\n"
         "    def rule(w, d, state, *, lr, count, **options):    # d: the gradient; state: {} at first; count: 1, 2, …\n"
         "        return w - lr * d, state                       # the new weight and the new state\n"
@@ -91,9 +91,9 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 _NO_RULE = {
-    "LBFGS": "It evaluates the loss as often as its line search likes, and has no derivative as a step. ",
+    "LBFGS": "Its line search evaluates the loss several times in a step, and the step has no derivative. ",
     "SparseAdam": "Gradients are dense inside a block: use Adam. ",
-    "Adafactor": "It clips its update by a norm of its own, and is not written down here. ",
+    "Adafactor": "It is not among the formulas of this library. ",
 }
 
 
@@ -115,12 +115,12 @@ def _registered(
 
 
 def _direction_by_average(
-    w: Tensor, state: Held, new: Held, *, betas: Any, weight_decay: Any, maximize: bool,
+    w: Tensor, state: Tensors, new: Tensors, *, betas: Any, weight_decay: Any, maximize: bool,
     decoupled_weight_decay: bool = False, **_: Any,
 ) -> Tensor | None:  # fmt: skip
-    """d from m⁺ = m + (1 − β₁)·(d − m), to rounding: the error is 1/(1 − β₁) units of the larger of |m| and |d|.
+    """Recover d from m⁺ = m + (1 − β₁)·(d − m); the error is 1/(1 − β₁) rounding units of the larger of |m| and |d|.
 
-    None where that would be more than a hundred units, or where the type is too coarse for it.
+    Return None where that would be more than a hundred units, or where the dtype is too coarse.
     """
     if isinstance(betas[0], Tensor) or betas[0] > 0.99 or w.dtype not in (torch.float32, torch.float64):
         return None
@@ -132,22 +132,22 @@ def _direction_by_average(
 
 
 def is_on(option: Any) -> bool:
-    """Whether an option is in use. A tensor of value 0 is, since its derivative may be wanted."""
+    """Whether an option is in use. A tensor of value 0 counts as in use, since its derivative may be wanted."""
     return isinstance(option, Tensor) or bool(option)
 
 
 def safe_root(v: Tensor) -> Tensor:
     """√v with slope 0 at 0.
 
-    √ has slope ∞ there. Where v is 0, so are m and d, and the slope of m/(√v + ε) is that of m alone: the root may be
-    taken as constant, which is exact and keeps ∞·0 = nan out of the reverse sweep.
+    The slope of √v at 0 is infinite. Where v is 0, so are m and d, and the slope of m/(√v + ε) is that of m alone. So
+    the root may be taken as constant there, which is exact and keeps ∞·0 = nan out of the reverse sweep.
     """
     zero = v == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, v).sqrt())
 
 
-# The next four are written as torch.optim writes them, so that the steps are the same to the last bit. Its operations
-# take numbers: with an option that is a tensor the same is written out.
+# The next four functions use the operations of torch.optim, so that the steps are the same to the last bit. These
+# operations take only numbers, so for an option that is a tensor the formula is written out.
 
 
 def _plus(x: Tensor, c: Any, y: Tensor) -> Tensor:
@@ -177,15 +177,15 @@ def _with_decay(w: Tensor, d: Tensor, weight_decay: Any, maximize: bool) -> Tens
     return _plus(d, weight_decay, w) if is_on(weight_decay) else d
 
 
-def _number(x: Any, like: Tensor) -> Tensor:
-    """A number that torch.optim keeps as a tensor: in its default type, whatever that of the weights is."""
+def _as_tensor(x: Any, like: Tensor) -> Tensor:
+    """Return a number as torch.optim keeps it: a tensor of torch's default dtype, whatever that of the weights is."""
     if isinstance(x, Tensor):
         return x.to(torch.get_default_dtype())
     return torch.tensor(x, dtype=torch.get_default_dtype(), device=like.device)
 
 
-def _exact(x: Tensor, learned: Any) -> Any:
-    """Such a number as torch.optim reads it, or, where it depends on an option that is learned, as a tensor."""
+def _as_read(x: Tensor, learned: Any) -> Any:
+    """Return such a tensor as torch.optim reads it: as a number, or as a tensor if it depends on a learned option."""
     if x.device.type == "cpu" and not isinstance(learned, Tensor):
         return x.item()
     return x if x.device.type == "mps" else x.double()
@@ -193,9 +193,9 @@ def _exact(x: Tensor, learned: Any) -> Any:
 
 @_registered("SGD", affine=True, counts=False)
 def sgd(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: bool,
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: bool,
     maximize: bool, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """b⁺ = μ·b + (1 − τ)·d (b⁺ = d at first); w⁺ = w − lr·b⁺, or w − lr·(d + μ·b⁺) for Nesterov."""
     d = _with_decay(w, d, weight_decay, maximize)
     if not is_on(momentum):
@@ -208,9 +208,9 @@ def sgd(
 @_registered("Adam", direction=_direction_by_average)
 @_registered("AdamW", direction=_direction_by_average)
 def adam(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, count: int,
-    maximize: bool, decoupled_weight_decay: bool = False, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool,
+    count: int, maximize: bool, decoupled_weight_decay: bool = False, **_: Any,
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """m⁺ = β₁·m + (1 − β₁)·d, v⁺ = β₂·v + (1 − β₂)·d²; w⁺ = w − lr·m̂ / (√v̂ + ε), m̂ and v̂ unbiased."""
     w, d = _decayed(w, d, lr, weight_decay, maximize, decoupled_weight_decay)
     m, v = _moments(d, state, betas)
@@ -227,21 +227,21 @@ def _decayed(w: Tensor, d: Tensor, lr: Any, decay: Any, maximize: bool, decouple
     return w, _with_decay(w, d, decay, maximize)
 
 
-def _moments(d: Tensor, state: Held, betas: Any) -> tuple[Tensor, Tensor]:
+def _moments(d: Tensor, state: Tensors, betas: Any) -> tuple[Tensor, Tensor]:
     return _average(state.get("exp_avg"), d, betas[0]), _average_of_squares(state.get("exp_avg_sq"), d, betas[1])
 
 
 @_registered("NAdam", direction=_direction_by_average)
 def nadam(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, momentum_decay: Any,
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, momentum_decay: Any,
     count: int, maximize: bool, decoupled_weight_decay: bool, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """w⁺ = w − lr·[(1 − μ_t)/(1 − Π)·d + μ_{t+1}/(1 − Π·μ_{t+1})·m⁺] / (√v̂ + ε), Π the product of the μ so far."""
     w, d = _decayed(w, d, lr, weight_decay, maximize, decoupled_weight_decay)
     m, v = _moments(d, state, betas)
     mu, following = (betas[0] * (1 - 0.5 * 0.96 ** (t * momentum_decay)) for t in (count, count + 1))
-    product = state.get("mu_product", _number(1.0, w)) * mu
-    exact = _exact(product, mu)
+    product = state.get("mu_product", _as_tensor(1.0, w)) * mu
+    exact = _as_read(product, mu)
     root = safe_root(v / (1 - betas[1] ** count)) + eps
     w = _plus_ratio(w, -lr * (1 - mu) / (1 - exact), d, root)
     w = _plus_ratio(w, (-lr * following) / (1 - exact * following), m, root)
@@ -250,9 +250,9 @@ def nadam(
 
 @_registered("RAdam", direction=_direction_by_average)
 def radam(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, count: int, maximize: bool,
-    decoupled_weight_decay: bool, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, count: int,
+    maximize: bool, decoupled_weight_decay: bool, **_: Any,
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """w⁺ = w − lr·m̂·r/(√v̂ + ε'), r the rectification of the variance; w − lr·m̂ as long as there are too few steps."""
     w, d = _decayed(w, d, lr, weight_decay, maximize, decoupled_weight_decay)
     m, v = _moments(d, state, betas)
@@ -268,9 +268,9 @@ def radam(
 
 @_registered("Adamax")
 def adamax(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, count: int, maximize: bool,
-    **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, betas: Any, eps: Any, weight_decay: Any, count: int,
+    maximize: bool, **_: Any,
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """u⁺ = max(β₂·u, |d| + ε); w⁺ = w − lr/(1 − β₁ᵗ)·m⁺/u⁺."""
     d = _with_decay(w, d, weight_decay, maximize)
     m = _average(state.get("exp_avg"), d, betas[0])
@@ -281,8 +281,8 @@ def adamax(
 
 @_registered("Adadelta")
 def adadelta(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, rho: Any, eps: Any, weight_decay: Any, maximize: bool, **_: Any
-) -> tuple[Tensor, Held]:
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, rho: Any, eps: Any, weight_decay: Any, maximize: bool, **_: Any
+) -> tuple[Tensor, Tensors]:
     """v⁺ = ρ·v + (1 − ρ)·d², δ = √(u + ε)/√(v⁺ + ε)·d, u⁺ = ρ·u + (1 − ρ)·δ²; w⁺ = w − lr·δ."""
     d = _with_decay(w, d, weight_decay, maximize)
     v = _average_of_squares(state.get("square_avg"), d, rho)
@@ -293,9 +293,9 @@ def adadelta(
 
 @_registered("Adagrad")
 def adagrad(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, lr_decay: Any, eps: Any, weight_decay: Any, count: int,
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, lr_decay: Any, eps: Any, weight_decay: Any, count: int,
     maximize: bool, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """s⁺ = s + d²; w⁺ = w − lr/(1 + (t − 1)·η)·d/(√s⁺ + ε)."""
     d = _with_decay(w, d, weight_decay, maximize)
     s = torch.addcmul(state["sum"], d, d) if "sum" in state else d * d
@@ -304,9 +304,9 @@ def adagrad(
 
 @_registered("RMSprop")
 def rmsprop(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, alpha: Any, eps: Any, weight_decay: Any, momentum: Any,
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, alpha: Any, eps: Any, weight_decay: Any, momentum: Any,
     centered: bool, maximize: bool, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """v⁺ = α·v + (1 − α)·d², less the square of the mean of d if centered; b⁺ = μ·b + d/(√v⁺ + ε); w⁺ = w − lr·b⁺."""
     d = _with_decay(w, d, weight_decay, maximize)
     v = _average_of_squares(state.get("square_avg"), d, alpha)
@@ -324,8 +324,8 @@ def rmsprop(
 
 @_registered("Rprop")
 def rprop(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, etas: Any, step_sizes: Any, maximize: bool, **_: Any
-) -> tuple[Tensor, Held]:
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, etas: Any, step_sizes: Any, maximize: bool, **_: Any
+) -> tuple[Tensor, Tensors]:
     """w⁺ = w − sign(d)·η, where η grows as long as the sign of d stays, and shrinks (without a step) where it turns."""
     d = -d if maximize else d
     turn = (d * state["prev"]).detach().sign() if "prev" in state else torch.zeros_like(d)
@@ -338,39 +338,39 @@ def rprop(
 
 @_registered("ASGD")
 def asgd(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, lambd: Any, alpha: Any, t0: Any, weight_decay: Any, count: int,
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, lambd: Any, alpha: Any, t0: Any, weight_decay: Any, count: int,
     maximize: bool, foreach: bool | None = None, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """w⁺ = (1 − λ·η)·w − η·d, with η = lr/(1 + λ·lr·t)^α of the step before; beside it, the average of w."""
     d = _with_decay(w, d, weight_decay, maximize)
     learned = next((x for x in (lr, lambd, alpha) if isinstance(x, Tensor) and x.requires_grad), None)
-    eta = _exact(state["eta"] if "eta" in state else _number(lr, w), learned)
+    eta = _as_read(state["eta"] if "eta" in state else _as_tensor(lr, w), learned)
     w = _plus(w * (1 - lambd * eta), -eta, d)
     mean = state.get("ax", torch.zeros_like(w))
-    steps: Any = _number(float(count), w) if foreach else count  # that path of torch computes in the type of its step
+    steps: Any = _as_tensor(float(count), w) if foreach else count  # torch's foreach code keeps its step as a tensor
     return w, {
-        "ax": mean + (w - mean) * _number(1 / max(1, count - 1 - t0), w),
-        "eta": _number(lr / (1 + lambd * lr * steps) ** alpha, w),
-        "mu": _number(1 / max(1, count - t0), w),
+        "ax": mean + (w - mean) * _as_tensor(1 / max(1, count - 1 - t0), w),
+        "eta": _as_tensor(lr / (1 + lambd * lr * steps) ** alpha, w),
+        "mu": _as_tensor(1 / max(1, count - t0), w),
     }
 
 
 @_registered("Muon", elementwise=False, counts=False)
 def muon(
-    w: Tensor, d: Tensor, state: Held, *, lr: Any, weight_decay: Any, momentum: Any, nesterov: bool,
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, weight_decay: Any, momentum: Any, nesterov: bool,
     ns_coefficients: Sequence[Any], eps: float, ns_steps: int, adjust_lr_fn: str | None, **_: Any,
-) -> tuple[Tensor, Held]:  # fmt: skip
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """b⁺ = μ·b + (1 − μ)·d; w⁺ = (1 − lr·ω)·w − lr'·O(b⁺), O the nearest orthogonal matrix, by Newton and Schulz.
 
-    torch iterates in bfloat16, and so does this. The derivative is that of the same iteration in the type of the
-    weights: rounding to eight bits has none.
+    As in torch, the iteration runs in bfloat16. Its derivative is that of the same iteration in the dtype of the
+    weights, since rounding to eight bits has no derivative.
     """
     b = _average(state.get("momentum_buffer"), d, momentum)
     direction = _average(d, b, 1 - momentum) if nesterov else b
     if any(isinstance(c, Tensor) for c in ns_coefficients):
         raise TypeError(
-            "bilevel.inner: ns_coefficients of Muon is a tensor. They are used in bfloat16, whose rounding has no "
-            "derivative: give numbers."
+            "bilevel.inner: ns_coefficients of Muon holds a tensor. The coefficients are used in bfloat16, whose "
+            "rounding has no derivative, so they can't be learned. Give numbers."
         )
     rounded = _orthogonal(direction.detach().bfloat16(), ns_coefficients, ns_steps, eps).to(w.dtype)
     if torch.is_grad_enabled():

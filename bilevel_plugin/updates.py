@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 )
 
 from .graph import State, map_tensors
-from .optimizers import RULES, Formula, Held, Rule, is_on, rule_of
+from .optimizers import RULES, Formula, Rule, Tensors, is_on, rule_of
 from .solvers import Rate, Value, evaluate
 
 CountOnce = Callable[[Tensor], Tensor]  # Binding.count_once_across_ranks
@@ -427,7 +427,7 @@ class FormulaStep(Update):
 
     def _update_weight(
         self, rule: Rule, w: Tensor, d: Tensor, state: State, options: dict[str, Any]
-    ) -> tuple[Tensor, Held]:
+    ) -> tuple[Tensor, Tensors]:
         if rule.elementwise:
             return rule.formula(w, d, state, **options)
         return self.vmapped(lambda *args: check_returned(args[0], rule.formula(*args, **options)))(w, d, state)

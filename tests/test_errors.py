@@ -420,5 +420,5 @@ def test_a_wrapped_optimizer_is_to_be_unwrapped():
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model = nn.Linear(2, 1)
     wrapped = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(TypeError, match=r"Give the one that it wraps: optimizer.optimizer"):
+    with pytest.raises(TypeError, match=r"Give the wrapped one: optimizer.optimizer"):
         bilevel.inner(model, lambda m: m.weight.sum(), lambda m: m.weight.sum(), optimizer=wrapped)
