@@ -1,8 +1,9 @@
-"""A batch in parts along its samples, and whether a loss is the mean or the sum of what it is on them.
+"""A batch in parts along its samples, and whether a loss is the mean or the sum of its values on the parts.
 
     mean: ℓ(batch) = Σ_i n_i/n·ℓ(part_i)        sum: ℓ(batch) = Σ_i ℓ(part_i)
 
-The derivatives of a loss are then those of its parts, added up with the same factors: one graph at a time.
+The derivatives of a loss are then the sums of those of its parts with the same factors, so that one graph at a time
+is enough.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ Reduction = Literal["mean", "sum"]
 
 
 class Micro(NamedTuple):
-    """In how many parts the batches of a step are taken, and what each loss, by name, is of its parts."""
+    """The number of parts of the batches of a step, and by the name of each loss whether it is a mean or a sum."""
 
     parts: int
     reductions: tuple[tuple[str, Reduction], ...]
 
 
 class Piece(NamedTuple):
-    """A part of a batch, and which share of the samples it has."""
+    """A part of a batch, and its share of the samples."""
 
     batch: tuple[Any, ...]
     share: float
 
 
 def checked(micro: Any, reduction: Any) -> tuple[int, Reduction | None] | None:
-    """The arguments `micro=` and `reduction=` of a step; None where there are none."""
+    """Check the arguments `micro=` and `reduction=` of a step, and return them; None if they were not given."""
     if micro is None:
         if reduction is not None:
             raise ValueError(
-                "bilevel.inner: reduction= says what a loss is of the parts that micro= makes, and there is no micro=."
+                "bilevel.inner: reduction= says how the parts of micro= add up, but micro= was not given. Give micro=, "
+                "or leave out reduction=."
             )
         return None
     if isinstance(micro, bool) or not isinstance(micro, int) or micro < 1:
@@ -58,17 +60,17 @@ def checked(micro: Any, reduction: Any) -> tuple[int, Reduction | None] | None:
 
 
 def split(name: str, batch: tuple[Any, ...], parts: int, dimension: int) -> list[Piece]:
-    """The batch in as many parts as it has samples for, at most `parts`; their sizes differ by 1 at most.
+    """Split the batch into `parts` parts, or fewer if it has fewer samples; their sizes differ by 1 at most.
 
-    Every tensor that has the samples in this dimension is sliced, and so is a list that has an entry for each. What has
-    no samples, a number or a tensor of size 1 there, goes to all parts whole.
+    Every tensor that has the samples in this dimension is sliced, and so is a list with one entry for each sample.
+    Numbers, and tensors of size 1 in this dimension, have no samples; they go whole to every part.
     """
     n = samples_of(name, batch, dimension)
     if n is None:
         if name == "h":
             raise TypeError(
-                "bilevel.inner: micro= splits the batch of h, and there is no tensor with samples in it. Give h its "
-                "data as arguments of loop.step(...): what it closes over is not split."
+                "bilevel.inner: micro= splits the batch of h, but the batch has no tensor with samples. Pass the data "
+                "of h as arguments of loop.step(...): tensors that h closes over are not split."
             )
         return [Piece(batch, 1.0)]
     count = max(1, min(parts, n))
@@ -82,7 +84,7 @@ def split(name: str, batch: tuple[Any, ...], parts: int, dimension: int) -> list
 
 
 def _is_list(x: Any) -> bool:
-    """Whether it is a list, tuple or range without tensors: one entry for each sample, it may be."""
+    """Whether x is a list, tuple or range without tensors, which may have one entry for each sample."""
     return isinstance(x, (list, tuple, range)) and not any(
         isinstance(y, (Tensor, slice)) or _is_array(y) for y in pytree.tree_leaves(x)
     )
@@ -93,9 +95,9 @@ def _is_array(x: Any) -> bool:
 
 
 def samples_of(name: str, batch: tuple[Any, ...], dimension: int) -> int | None:
-    """How many samples the batch has; None if it has no tensor with samples."""
+    """Return the number of samples in the batch; None if it has no tensor with samples."""
     sizes: dict[int, tuple[int, ...]] = {}
-    some = False
+    has_tensor = False
     for x in pytree.tree_leaves(batch, is_leaf=lambda x: x is not batch and _is_list(x)):
         if isinstance(x, Tensor) or _is_array(x):
             if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
@@ -105,7 +107,7 @@ def samples_of(name: str, batch: tuple[Any, ...], dimension: int) -> int | None:
                 )
             shape = tuple(x.shape)
             if len(shape) > dimension:
-                some = True
+                has_tensor = True
                 if shape[dimension] != 1:
                     sizes.setdefault(shape[dimension], shape)
         elif isinstance(x, slice):
@@ -121,15 +123,15 @@ def samples_of(name: str, batch: tuple[Any, ...], dimension: int) -> int | None:
     if len(sizes) > 1:
         one, other, *_ = sizes.values()
         raise ValueError(
-            f"bilevel.inner: micro= splits the batch of {name} along dimension {dimension}, and its tensors differ "
-            f"there: shapes {one} and {other}. Which of them has the samples? Let h and g close over what goes whole "
-            "to every part (class weights, a table), or give it a first dimension of 1."
+            f"bilevel.inner: micro= splits the batch of {name} along dimension {dimension}, but its tensors have "
+            f"different sizes there: shapes {one} and {other}. If one of them has no samples and belongs whole to "
+            "every part (class weights, a table), let h and g close over it, or give it a first dimension of 1."
         )
-    return next(iter(sizes)) if sizes else 1 if some else None
+    return next(iter(sizes)) if sizes else 1 if has_tensor else None
 
 
 def _slice(tree: Any, start: int, stop: int, n: int, dimension: int) -> Any:
-    """The samples from start to stop, as views."""
+    """Return the samples from start to stop, as views."""
 
     def one(x: Any) -> Any:
         return x.narrow(dimension, start, stop - start) if isinstance(x, Tensor) else x[start:stop]
@@ -138,7 +140,7 @@ def _slice(tree: Any, start: int, stop: int, n: int, dimension: int) -> Any:
 
 
 def _choose(tree: Any, rows: list[int], n: int, dimension: int) -> Any:
-    """Some samples, in this order, as copies."""
+    """Return these samples in this order, as copies."""
 
     def one(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -149,7 +151,7 @@ def _choose(tree: Any, rows: list[int], n: int, dimension: int) -> Any:
 
 
 def _map_samples(function: Callable[[Any], Any], tree: Any, n: int, dimension: int) -> Any:
-    """The tree with function(x) for all that has n samples. (With n = 1 there is nothing to choose from.)"""
+    """Return the tree with function(x) in place of every x that has n samples."""
 
     def one(x: Any) -> Any:
         if isinstance(x, Tensor) or _is_array(x):
@@ -165,11 +167,12 @@ def _map_samples(function: Callable[[Any], Any], tree: Any, n: int, dimension: i
 def find_reduction(
     binding: Binding, z: State, buffers: State, name: str, loss: Loss, batch: tuple[Any, ...], parts: int, unit: float
 ) -> Reduction | None:
-    """Whether the loss is the mean or the sum over samples, by its values at z; None if one is not finite.
+    """Find out from its values at z whether the loss is the mean or the sum over samples; None if none is finite.
 
-    Samples are drawn into groups of the size of two parts, and each group is taken whole and in two: without a graph,
-    so that it takes no more memory than a part of the step does with one. Where the loss draws random numbers it is
-    evaluated in eval mode, and if it still does, its values can't be compared. `unit` is the rounding unit.
+    Samples are drawn into groups of the size of two parts. The loss of each group is compared with those of its two
+    halves. This is done without a graph, so that it takes no more memory than a part of the step with its graph. A
+    loss that draws random numbers is evaluated in eval mode. If it still draws some, its values can't be compared.
+    `unit` is the rounding unit.
     """
     dimension = binding.batch_dimension
     n = samples_of(name, batch, dimension)
@@ -187,13 +190,13 @@ def find_reduction(
             return float(binding.value(name, loss, inside, chosen))
 
     with EXCLUSIVE, torch.no_grad(), undisturbed(binding), _refusing_batch_statistics(name), _explained(name):
-        if _draws(binding, lambda: value(groups[0])):
+        if _draws_random_numbers(binding, lambda: value(groups[0])):
             binding.model.eval()
-            if _draws(binding, lambda: value(groups[0])):
+            if _draws_random_numbers(binding, lambda: value(groups[0])):
                 raise ValueError(
                     f"bilevel.inner: {name} draws random numbers in eval mode as well, so that its values on the "
-                    "batch and on the parts of micro= can't be compared. Say what it is over the samples: "
-                    "loop.step(..., micro=..., reduction='mean'), or 'sum'."
+                    "batch and on the parts of micro= can't be compared. Say whether it is the mean or the sum over "
+                    "the samples: loop.step(..., micro=..., reduction='mean'), or 'sum'."
                 )
         for group in groups:
             both = group[: len(group) // 2], group[len(group) // 2 :]
@@ -206,30 +209,30 @@ def find_reduction(
             fits &= {r for r, x in (("mean", mean), ("sum", total)) if abs(whole - x) <= allowed}
             if not fits:
                 raise ValueError(
-                    f"bilevel.inner: {name} is neither the mean nor the sum over the samples: on {len(group)} of them "
-                    f"it is {whole:.6g}, where the mean of two parts is {mean:.6g} and their sum {total:.6g}. A loss "
-                    "that compares samples with each other (contrastive), divides by weights or lengths summed over "
-                    "its batch (class-weighted cross entropy, padded tokens), or adds a regulariser to a sum is not "
-                    "exact in parts. Leave out micro=, or write it as a mean or sum over samples; reduction='mean' or "
-                    "'sum' takes it as that."
+                    f"bilevel.inner: {name} is neither the mean nor the sum over the samples. On {len(group)} of them "
+                    f"it is {whole:.6g}, while the mean of two parts is {mean:.6g} and their sum is {total:.6g}. "
+                    "micro= is not exact for a loss that compares samples with each other (contrastive), divides by "
+                    "weights or lengths summed over its batch (class-weighted cross entropy, padded tokens), or adds "
+                    "a regulariser to a sum. Leave out micro=, or write the loss as a mean or sum over samples. "
+                    "reduction='mean' or 'sum' skips this test."
                 )
-    if not_finite == count:  # the step will say so
+    if not_finite == count:  # the step will raise an error
         return None
     if not_finite:
         raise ValueError(
-            f"bilevel.inner: {name} is not finite on some of the samples alone, and finite on others: it may divide by "
-            "what it sums over its batch (padded tokens), and is not exact in parts then. Leave out micro=, or write "
-            "it as a mean or sum over samples; reduction='mean' or 'sum' takes it as that."
+            f"bilevel.inner: {name} is not finite on some of the samples alone, and finite on others. It may divide by "
+            "a sum over its batch (padded tokens), and micro= is not exact then. Leave out micro=, or write the loss "
+            "as a mean or sum over samples. reduction='mean' or 'sum' skips this test."
         )
     if len(fits) == 2:
         raise ValueError(
-            f"bilevel.inner: {name} is 0 on these samples, so that it may be their mean or their sum. Say which it is: "
+            f"bilevel.inner: {name} is 0 on these samples, so that it may be their mean or their sum. Say which one: "
             "loop.step(..., micro=..., reduction='mean'), or 'sum'."
         )
     return next(iter(fits))
 
 
-def _draws(binding: Binding, call: Callable[[], object]) -> bool:
+def _draws_random_numbers(binding: Binding, call: Callable[[], object]) -> bool:
     before = random_states(binding.devices)
     call()
     return drawn_from(before, random_states(binding.devices)) is not None
@@ -243,21 +246,22 @@ def _explained(name: str) -> Generator[None]:
         if "must match" in str(error) or "to match target" in str(error):
             raise ValueError(
                 f"bilevel.inner: {name} can't be evaluated on a part of its batch (micro=): {error} If it closes over "
-                "a tensor with an entry for each sample, give that in the batch, or index it by the rows of the batch "
-                "(lam[i])."
+                "a tensor with an entry for each sample, pass that tensor in the batch, or index it by the rows of "
+                "the batch (lam[i])."
             ) from error
         if "does not require grad" not in str(error) and "doesn't require grad" not in str(error):
             raise
         raise ValueError(
-            f"bilevel.inner: {name} takes a derivative itself, so that it can't be evaluated without a graph to find "
-            "out what it is of the parts of micro=. Say it: loop.step(..., micro=..., reduction='mean'), or 'sum'."
+            f"bilevel.inner: {name} takes a derivative itself. So it can't be evaluated without a graph, as micro= "
+            "does to find out whether it is a mean or a sum over samples. Say which one: "
+            "loop.step(..., micro=..., reduction='mean'), or 'sum'."
         ) from error
 
 
 def refuse_batch_statistics(
     binding: Binding, z: State, buffers: State, name: str, loss: Loss, batch: tuple[Any, ...], parts: int
 ) -> None:
-    """Raise if a layer normalises by the statistics of its batch. The loss is evaluated on the first part."""
+    """Evaluate the loss on the first part, and raise if a layer normalises by the statistics of its batch."""
     piece = split(name, batch, parts, binding.batch_dimension)[0]
     with (
         EXCLUSIVE,
@@ -271,16 +275,16 @@ def refuse_batch_statistics(
 
 @contextmanager
 def _refusing_batch_statistics(name: str) -> Generator[None]:
-    def look(module: nn.Module, args: Any) -> None:
+    def refuse(module: nn.Module, args: Any) -> None:
         batch_norm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
         if isinstance(module, batch_norm) and (module.training or module.running_mean is None):
             raise ValueError(
-                f"bilevel.inner: {name} runs a {type(module).__name__} in training mode, whose statistics would be "
-                "those of a part under micro=, and not of the batch. Put the layer into eval mode, use GroupNorm or "
-                "LayerNorm, or leave out micro=."
+                f"bilevel.inner: {name} runs a {type(module).__name__} in training mode, which under micro= would use "
+                "the statistics of a part in place of those of the batch. Put the layer into eval mode, use GroupNorm "
+                "or LayerNorm, or leave out micro=."
             )
 
-    handle = nn.modules.module.register_module_forward_pre_hook(look)
+    handle = nn.modules.module.register_module_forward_pre_hook(refuse)
     try:
         yield
     finally:
