@@ -1,15 +1,16 @@
-"""One inner problem on N processes (torch.distributed): each has batches of its own, all hold the same w.
+"""One inner problem on N processes (torch.distributed): each has batches of its own, and all hold the same w.
 
-    h(w, λ) = 1/N·Σ_r h_r(w, λ), and so g; rank r evaluates h_r and g_r
+    h(w, λ) = 1/N·Σ_r h_r(w, λ), and g likewise; rank r evaluates h_r and g_r
 
-The direction of a step is the mean of the ranks' gradients: one all-reduce of |w|. Backwards, each rank pulls 1/N of
-the cotangent through its own gradient, and what comes to the weights is summed over the ranks: one more. Gradients
-for λ are this rank's part, to be summed when all steps are done.
+The direction of a step is the mean of the ranks' gradients, which takes one all-reduce of the size of w. In the reverse
+sweep, each rank pulls 1/N of the cotangent through its own gradient, and the resulting adjoints of the weights are
+summed over the ranks, which takes another all-reduce. Gradients for λ are partial sums of this rank. They are summed
+over the ranks when all steps are done.
 
-Where graphs are kept, the same is done by two operations that autograd goes through:
+Where graphs are kept, two autograd functions do the same:
 
-- `_Local`: what all ranks hold, as the losses of this rank see it; backwards, the sum over all ranks;
-- `_Sum`: the sum over all ranks, which all of them hold then; backwards, what this rank has to do with it.
+- `_Local` passes on a tensor that all ranks hold; its backward sums the gradients over the ranks;
+- `_Sum` sums over the ranks; its backward applies `_Local` to the gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .binding import Binding
 from .graph import State
 
 _SHARD = "shard of layout "
-_TAGS = 4096  # so that the sum of tags over the ranks is exact
+_TAGS = 4096  # a bound on the tags, so that their sum over the ranks is exact
 
 
 class ParallelBinding(Binding):
@@ -51,11 +52,11 @@ class ParallelBinding(Binding):
         self._layouts: list[tuple[tuple[str, torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]] = []
         self._calls = 0
         self._device = next(iter(self.parameters.values())).device
-        self._strayed = torch.zeros((), device=self._device)
+        self._out_of_step = torch.zeros((), device=self._device)
 
     def close(self) -> None:
         super().close()
-        self._group = None  # held past its end, it aborts the process (gloo)
+        self._group = None  # gloo aborts the process if a group is referenced after its end
 
     def initial_weights(self) -> State:
         remedy = "Build the model from the same seed on every rank, or broadcast its parameters before the block"
@@ -67,14 +68,14 @@ class ParallelBinding(Binding):
         return self.count_once_across_ranks(x)
 
     def count_once_across_ranks(self, x: Tensor) -> Tensor:
-        """Scale the gradient of x by 1/N: each rank uses x outside of its losses, and the ranks are summed."""
+        """Scale the gradient of x by 1/N, since each rank uses x outside its losses, and gradients are summed."""
         return x.detach() + (x - x.detach()) / self._ranks if x.requires_grad else x
 
     def weights_for_losses(self, w: State) -> State:
         return dict(zip(w, _Local.apply(self._group, *w.values()), strict=True))  # pyright: ignore
 
     def mean_of_direction(self, d: State) -> State:
-        # a weight that this rank's loss does not read may be read on another: every weight takes part
+        # a weight that this rank's loss does not use may be used on another, so every weight takes part
         parts = [None if d.get(n) is None else d[n] / self._ranks for n in self.parameters]
         sums = _sum(self._group, parts, list(self.parameters.values()))
         return {n: x for n, x in zip(self.parameters, sums, strict=True) if x is not None}
@@ -83,15 +84,19 @@ class ParallelBinding(Binding):
         return _sum(self._group, grads, like) if self.own_parameters else grads
 
     def means_of_losses(self, values: State, what: str = "") -> State:
-        """Also checks that the ranks evaluate the same losses: one that is a step ahead would get others' numbers."""
-        means = self._meet(f"{','.join(values)} {what}", list(values.values()))
+        """Return the means over the ranks, and check that all ranks evaluate the same losses at the same step."""
+        means = self._mean_in_step(f"{','.join(values)} {what}", list(values.values()))
         return dict(zip(values, means, strict=False))
 
     def announce(self, action: str) -> None:
-        self._meet(action)
+        self._mean_in_step(action)
 
-    def _meet(self, action: str, values: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The means of values, where all ranks come to it at the same moment; whatever they do, it is one message."""
+    def _mean_in_step(self, action: str, values: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Return the means of values over the ranks, after checking that all ranks do the same action.
+
+        Every action is one message of the same size, so that ranks that do different things still understand each
+        other.
+        """
         self._calls += 1
         tag = zlib.crc32(f"{self._calls}: {action}".encode()) % _TAGS
         precise = torch.float32 if self._device.type == "mps" else torch.float64
@@ -101,17 +106,17 @@ class ParallelBinding(Binding):
         message[2], message[3] = tag, tag * tag
         dist.all_reduce(message, group=self._group)
         off = (message[2] - self._ranks * tag).abs() + (message[3] - self._ranks * tag * tag).abs()
-        self._strayed = torch.maximum(self._strayed, off.to(self._strayed))
+        self._out_of_step = torch.maximum(self._out_of_step, off.to(self._out_of_step))
         if self._device.type == "cpu":
             self._check_in_step()
         return [message[i].to(value.dtype) for i, value in enumerate(values)]
 
     def _check_in_step(self) -> None:
-        if float(self._strayed) > 0:
+        if float(self._out_of_step) > 0:
             raise RuntimeError(
-                "bilevel.inner: the ranks are out of step: one evaluates another loss, or at another step, than the "
-                "others. Take the same number of steps on every rank (a sampler with drop_last=True), with the same "
-                "solver and engine."
+                "bilevel.inner: the ranks are out of step: one of them evaluates a different loss, or is at a "
+                "different step, than the others. Take the same number of steps on every rank (a sampler with "
+                "drop_last=True), with the same solver and engine."
             )
 
     def all_agree(self, ok: bool) -> bool:
@@ -123,7 +128,10 @@ class ParallelBinding(Binding):
         return tuple(both.tolist())
 
     def shard(self, z: State) -> State:
-        """1/N of what all ranks hold, flat and padded; running statistics, each rank's own, as they are."""
+        """Return this rank's 1/N of the tensors that all ranks hold, flat and padded.
+
+        Running statistics differ between the ranks, so they are returned whole.
+        """
         common = {n: x for n, x in z.items() if n not in self.statistics}
         layout = tuple((n, x.shape, x.stride(), x.dtype, x.device) for n, x in common.items())
         if layout not in self._layouts:
@@ -132,7 +140,7 @@ class ParallelBinding(Binding):
         rank = dist.get_rank(self._group)
         for kind in dict.fromkeys((x.dtype, x.device) for x in common.values()):
             mine = [_flat(x.detach()) for x in common.values() if (x.dtype, x.device) == kind]
-            part = -(-sum(map(len, mine)) // self._ranks)  # the last rank's may be shorter
+            part = -(-sum(map(len, mine)) // self._ranks)  # the part of the last rank may be shorter
             begin, pieces = rank * part, list[Tensor]()
             for x in mine:
                 pieces.append(x[max(0, begin) : max(0, begin + part)])
@@ -159,9 +167,9 @@ class ParallelBinding(Binding):
         self._check_in_step()
         what = (
             what
-            or "have come to different weights. Probably their rates, or their optimizers' options or state, differ"
+            or "have reached different weights. Probably their rates, or their optimizers' options or state, differ"
         )
-        names = [n for n in tensors if n not in self.statistics]  # these are each rank's own
+        names = [n for n in tensors if n not in self.statistics]  # statistics differ between ranks
         sums = torch.stack([_fingerprint(tensors[n].detach()) for n in names])
         both = torch.stack([sums, -sums])
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
@@ -175,15 +183,16 @@ class ParallelBinding(Binding):
         most, least = self.largest_on_any_rank(shapes, -shapes)
         if most != -least:
             raise ValueError(
-                "bilevel.inner: the ranks ask for the gradients of different outer variables (their shapes or types "
-                "differ). Name the same ones on every rank; what belongs to one rank alone goes into local=."
+                "bilevel.inner: the ranks want the gradients of different outer variables (their shapes or types "
+                "differ). Name the same outer variables on every rank. An outer variable that belongs to one rank "
+                "alone goes into local=."
             )
         sums = iter(_sum(self._group, [parts[i] for i in shared], [inputs[i] for i in shared]) if shared else ())
         return [part if id(x) in self._local else next(sums) for x, part in zip(inputs, parts, strict=True)]
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The entries of x in the order of its memory, if it has no gaps."""
+    """Return the entries of x in a row: in the order of its memory, if it has no gaps."""
     return x.as_strided((x.numel(),), (1,)) if _is_dense(x.shape, x.stride()) else x.flatten()
 
 
@@ -203,21 +212,21 @@ def _fingerprint(x: Tensor) -> Tensor:
 
 
 def _sum(group: Any, xs: Sequence[Tensor | None], like: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
-    return _Sum.apply(group, [_Like(x) for x in like or xs], *xs)  # pyright: ignore
+    return _Sum.apply(group, [_TensorSpec(x) for x in like or xs], *xs)  # pyright: ignore
 
 
-class _Like:
-    """Shape, type and device of a tensor: a rank without a summand must still take part in the all-reduce."""
+class _TensorSpec:
+    """Shape, dtype and device of a tensor, with which a rank without a summand takes part in an all-reduce."""
 
     def __init__(self, x: Any) -> None:
         self.shape, self.size, self.kind = x.shape, x.numel(), (x.dtype, x.device)
 
 
 class _Sum(Function):
-    """Σ over the ranks; None where no rank has a part."""
+    """The sum over the ranks; None where no rank has a summand."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, like: list[_Like], *xs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, group: Any, like: list[_TensorSpec], *xs: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.group = group
         ctx.set_materialize_grads(False)
         sums: list[Tensor | None] = [None] * len(xs)
@@ -229,7 +238,7 @@ class _Sum(Function):
             dist.all_reduce(flat, group=group)
             *found, counts = flat.split([*(like[i].size for i in chosen), len(chosen)])
             for i, x, count in zip(chosen, found, counts, strict=True):
-                # asked only where this rank has no part: reading it makes the host wait for the device
+                # the count is read only where this rank has no summand, since reading makes the host wait
                 sums[i] = x.view(like[i].shape) if xs[i] is not None or bool(count) else None
         return tuple(sums)
 
@@ -239,11 +248,11 @@ class _Sum(Function):
 
 
 class _Local(Function):
-    """What all ranks hold, as this rank's losses see it; backwards, the sum over the ranks."""
+    """The identity, whose backward sums the gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, *xs: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.group, ctx.like = group, [x if x is None else _Like(x) for x in xs]
+        ctx.group, ctx.like = group, [x if x is None else _TensorSpec(x) for x in xs]
         ctx.set_materialize_grads(False)
         return tuple(None if x is None else x.view_as(x) for x in xs)
 

@@ -42,8 +42,8 @@ def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
         if value.numel() != 1:
             short = name.rpartition(" ")[2]
             raise ValueError(
-                f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}. For one rate a step give a "
-                f"function: lambda k: {short}[k - 1]."
+                f"{name} must be a scalar, got a tensor of shape {tuple(value.shape)}. To have a rate for each step, "
+                f"give a function: lambda k: {short}[k - 1]."
             )
         value = value.reshape(()) if value.dim() else value
         if value.device.type != "cpu":  # reading it would make the host wait for the device
@@ -63,13 +63,13 @@ def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
 
 
 class StepRule(ABC):
-    """What a solver is: the weights (c_h, c_g) of the two losses in step k. A 0 leaves a loss out."""
+    """The base class of solvers: the weights (c_h, c_g) of the two losses in step k. A 0 leaves a loss out."""
 
     @abstractmethod
     def weights(self, k: int) -> tuple[Value, Value]: ...
 
     def lacks(self, need: str) -> str | None:
-        """Why the rule can't give what an engine needs ("fixed point", "symmetry"), or None if it can."""
+        """Return why the rule does not have what an engine needs ("fixed point", "symmetry"), or None if it has it."""
         return None
 
 
@@ -185,9 +185,9 @@ SOLVERS: dict[str, Callable[[Rate], StepRule]] = {"gd": GD, "bigsam": BiGSAM, "b
 
 
 def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tuple[StepRule, Rate | None]:
-    """The solver that `inner` was given, and the rate of the update; None if the solver or optimizer has the rate.
+    """Return the solver that `inner` was given, and the rate of the update; None if solver or optimizer has the rate.
 
-    A solver by name has rates 1: the rate is the update's, as in the loop that it stands for.
+    The rates of a solver that is given by name are 1, and the update has the rate, as in the plain loop.
     """
     if isinstance(solver, StepRule):
         if lr is not None:
@@ -208,4 +208,4 @@ def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tup
 
 def _check(rule: StepRule) -> None:
     rule.weights(1)
-    rule.weights(getattr(rule, "every", 1))  # so that s and alpha are looked at as well
+    rule.weights(getattr(rule, "every", 1))  # the first step in which s and alpha are used
