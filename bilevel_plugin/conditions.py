@@ -1,4 +1,4 @@
-"""What a loss sees besides its arguments and the weights: train/eval modes and random numbers, read and put back."""
+"""The conditions that a loss runs under: train/eval modes and random states, which are saved and restored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RandomStates = dict[object, Any]  # by device (None is the host), "python" and "
 
 
 def random_states(devices: Iterable[torch.device], *, others: bool = False) -> RandomStates:
-    """The state of torch's global generator, on the host and on these devices.
+    """Return the state of torch's global generator, on the host and on these devices.
 
-    With `others`, also those of Python's `random` and of NumPy's global generator, if it is imported.
+    With `others`, the states of Python's `random` and of NumPy's global generator (if it is imported) are added.
     """
     states: RandomStates = {None: torch.get_rng_state()}
     for d in devices:
@@ -36,7 +36,7 @@ def random_states(devices: Iterable[torch.device], *, others: bool = False) -> R
 
 
 def _packed_numpy(state: dict[str, Any]) -> dict[str, Any]:
-    """A state of NumPy that can be compared: without arrays."""
+    """Return a state of NumPy's generator without arrays, so that two states can be compared."""
     inner = {n: x.tobytes() if n == "key" else x for n, x in state["state"].items()}
     return {**state, "state": inner}
 
@@ -48,7 +48,7 @@ def _unpacked_numpy(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_random_states(states: RandomStates | None) -> None:
-    """Put back what `random_states` gave."""
+    """Restore the states that `random_states` returned."""
     for d, state in (states or {}).items():
         if d is None:
             torch.set_rng_state(state.unpacked() if isinstance(state, _Packed) else state)
@@ -58,7 +58,7 @@ def set_random_states(states: RandomStates | None) -> None:
         elif d == "numpy":
             sys.modules["numpy.random"].set_state(_unpacked_numpy(state))
         elif not isinstance(d, torch.device):
-            raise TypeError(f"bilevel.inner: {d!r} is no generator of random numbers.")
+            raise TypeError(f"bilevel.inner: {d!r} is not a generator of random numbers.")
         elif d.type == "mps":
             torch.get_device_module(d).set_rng_state(state)
         else:
@@ -66,7 +66,7 @@ def set_random_states(states: RandomStates | None) -> None:
 
 
 def drawn_from(before: RandomStates, now: RandomStates) -> RandomStates | None:
-    """The states before, packed, of those generators that were drawn from; None if there are none."""
+    """Return the earlier states, packed, of the generators that were drawn from since; None if there are none."""
     moved = {d: x for d, x in before.items() if d in now and not _is_same(x, now[d])}
     if None in moved:
         moved[None] = _Packed(moved[None])
@@ -78,9 +78,9 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 class _Packed:
-    """A state of torch's generator on the host in half the bytes: of its words of 64 bits most have but 32.
+    """A state of torch's generator on the host in half the bytes: most of its 64-bit words use only 32 bits.
 
-    A loop may hold one for every step.
+    A loop may hold one such state for every step.
     """
 
     __slots__ = ("_low", "_others")
@@ -102,7 +102,7 @@ class _Packed:
 
 
 def set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
-    """Give each module its train/eval mode."""
+    """Set each module to its train/eval mode."""
     for module, mode in zip(modules, modes, strict=True):
         if module.training != mode:
             module.training = mode
@@ -110,9 +110,9 @@ def set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
 
 @contextmanager
 def undisturbed(binding: Binding) -> Generator[None]:
-    """Restore modes and random states at the end: later code draws the same random numbers as without this.
+    """Restore modes and random states at the end, so that later code draws the same random numbers as without this.
 
-    So evaluating g changes nothing, and `hypergrad` differentiates the very value that `loop.value` has.
+    So evaluating g changes nothing, and `hypergrad` differentiates exactly the value that `loop.value` has.
     """
     modes, random = [m.training for m in binding.modules], random_states(binding.devices)
     try:

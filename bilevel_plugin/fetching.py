@@ -1,7 +1,7 @@
 """Batches that are fetched again where a step is replayed, so that the reverse sweep holds none of them.
 
-What is held of a batch is the function that gives it, and a checksum. The random numbers that it draws are part of the
-conditions of its step (see replay.py).
+In place of the batch, its step keeps the function that returns it, and a checksum. The random numbers that the function
+draws are part of the conditions of the step (see replay.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils.data import default_collate
 
 from .graph import tensors_of
 
-_NUMBERS = 1009  # how many entries of a tensor on a device go into a checksum
+_SAMPLED = 1009  # the number of entries of a tensor on a device that go into a checksum
 
 
 class _Fetched:
-    """Some samples of a data set: called, it gives them as a batch."""
+    """A function that returns some samples of a data set as a batch."""
 
     __slots__ = ("_collate", "_dataset", "_indices")
 
@@ -31,7 +31,7 @@ class _Fetched:
         self._dataset, self._collate = dataset, collate_fn
         rows = indices.tolist() if isinstance(indices, Tensor) else list(indices)
         whole = all(isinstance(i, int) for i in rows)
-        self._indices: Sequence[Any] = array("q", rows) if whole else rows  # a number takes 8 bytes there, else 36
+        self._indices: Sequence[Any] = array("q", rows) if whole else rows  # an index takes 8 bytes instead of 36
 
     def __call__(self) -> Any:
         rows = list(self._indices)
@@ -57,7 +57,7 @@ def fetched(
 
 
 class Source:
-    """Where the batch of a step comes from, and how to tell whether it is the same again."""
+    """The function that returns the batch of a step, and what the batch is compared with when it is fetched again."""
 
     __slots__ = ("_checksum", "_fetch", "_names", "shapes")
 
@@ -68,7 +68,7 @@ class Source:
 
     @staticmethod
     def of(fetch: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any], Source]:
-        """The batch, by position and by name, and where it can be had again."""
+        """Return the positional and the keyword arguments of the batch, and the source that fetches it again."""
         if not callable(fetch):
             raise TypeError(
                 "bilevel.inner: fetch= takes a function without arguments that returns the batch, got "
@@ -78,26 +78,26 @@ class Source:
         return args, named, Source(fetch, tuple(named), (*args, *named.values()))
 
     def share_with(self, before: Source) -> None:
-        """Hold the same objects as the source of another step, where they are equal."""
+        """Share objects with the source of another step, where they are equal."""
         self.shapes = before.shapes if before.shapes == self.shapes else self.shapes
         self._names = before._names if before._names == self._names else self._names
 
     def fetch_again(self, k: int) -> tuple[Any, ...]:
-        """The batch once more, as it was for step k."""
+        """Fetch the batch of step k again, and raise if it differs."""
         with torch.no_grad():
             args, named = _call(self._fetch)
-        differs = "its names do" if named.keys() != set(self._names) else ""
+        differs = "its keywords differ" if named.keys() != set(self._names) else ""
         batch = args if differs else (*args, *(named[n] for n in self._names))
         if not differs and _shapes(batch) != self.shapes:
             differs = f"shapes {self._listed(batch)} in place of {', '.join(str(tuple(s)) for s, _ in self.shapes)}"
         if not differs and checksum(batch) != self._checksum:
-            differs = "its numbers do"
+            differs = "its values differ"
         if differs:
             raise RuntimeError(
-                f"bilevel.inner: fetch= gave another batch than at first, when step k = {k} was run again for the "
-                f"hypergradient ({differs}). It has to give the same batch each time: by indices into a data set that "
-                "does not change, with random numbers from torch's, Python's or NumPy's global generator. An iterator "
-                "or a DataLoader with workers goes on instead: give the batch itself."
+                f"bilevel.inner: fetch= returned a different batch when step k = {k} was run again for the "
+                f"hypergradient ({differs}). It must return the same batch each time: by indices into a data set that "
+                "does not change, with random numbers from torch's, Python's or NumPy's global generator. An iterator, "
+                "or a DataLoader with workers, moves on to the next batch: pass the batch itself."
             )
         return batch
 
@@ -122,25 +122,27 @@ def _call(fetch: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"{type(returned).__name__}."
         )
     if not all(isinstance(n, str) for n in named):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bilevel.inner: fetch= returned a dict whose keys are no names of arguments: {list(named)}.")
+        raise TypeError(
+            f"bilevel.inner: fetch= returned a dict with the keys {list(named)}. The keys must be the names of "
+            "arguments of h, as strings."
+        )
     for x in pytree.tree_leaves((args, named)):
         if isinstance(x, Tensor):
             if x.requires_grad:
                 raise ValueError(
-                    f"bilevel.inner: fetch= returned a tensor (shape {tuple(x.shape)}) that requires grad, whose "
-                    "gradient would be lost: it is another tensor each time. Compute it inside h, or give the batch "
-                    "itself."
+                    f"bilevel.inner: fetch= returned a tensor (shape {tuple(x.shape)}) that requires grad. Its "
+                    "gradient would be lost, because each call returns a new tensor. Compute it inside h, or pass the "
+                    "batch itself."
                 )
             if x.is_nested or x.layout not in (torch.strided, torch.sparse_coo):
                 raise TypeError(
                     f"bilevel.inner: fetch= returned a tensor that is neither dense nor sparse_coo ({x.layout}), which "
-                    "can't be compared with the one that is fetched again. Give the batch itself."
+                    "can't be compared when it is fetched again. Pass the batch itself."
                 )
         elif not isinstance(x, (int, float, complex, str, bytes, type(None))) and not _is_array(x):
             raise TypeError(
-                f"bilevel.inner: fetch= returned a {type(x).__name__} in its batch, of which it can't be told whether "
-                "it is the same when it is fetched again. Return tensors, arrays, numbers and strings, or give the "
-                "batch itself."
+                f"bilevel.inner: fetch= returned a {type(x).__name__} in its batch, which can't be compared when it "
+                "is fetched again. Return tensors, arrays, numbers and strings, or pass the batch itself."
             )
     return args, named
 
@@ -154,7 +156,7 @@ def _shapes(batch: tuple[Any, ...]) -> tuple[tuple[torch.Size, torch.dtype], ...
 
 
 def checksum(batch: Any) -> int:
-    """A number that tells whether a batch is the same: of all bytes, on a device of some of them."""
+    """Return a checksum of a batch: of all its bytes on the host, and of some of its entries on a device."""
     leaves, spec = pytree.tree_flatten(batch)
     found = zlib.crc32(str(spec).encode())
     for x in leaves:
@@ -172,7 +174,7 @@ def checksum(batch: Any) -> int:
 def _of_bytes(x: Tensor, start: int) -> int:
     flat = x.detach().reshape(-1)
     if x.device.type != "cpu":
-        flat = flat[:: max(1, len(flat) // _NUMBERS)].cpu()
+        flat = flat[:: max(1, len(flat) // _SAMPLED)].cpu()
     flat = flat.contiguous()
     if not flat.numel():
         return start

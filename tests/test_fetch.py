@@ -285,23 +285,23 @@ def nudged(x, y, i):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (nudged, "its numbers do"),
-        (lambda x, y, i: (x, y.flip(0), i), "its numbers do"),
+        (nudged, "its values differ"),
+        (lambda x, y, i: (x, y.flip(0), i), "its values differ"),
         (lambda x, y, i: (x[:4], y[:4], i[:4]), r"shapes \(4, 1, 8, 8\), \(4,\), \(4,\) in place of \(6, 1, 8, 8\)"),
         (lambda x, y, i: (x.float(), y, i), "shapes"),
-        (lambda x, y, i: {"x": x, "y": y, "i": i}, "its names do"),
+        (lambda x, y, i: {"x": x, "y": y, "i": i}, "its keywords differ"),
     ],
 )
 def test_another_batch_is_an_error(change, match):
     problem = Problem()
-    with pytest.raises(RuntimeError, match="fetch= gave another batch than at first.*" + match):
+    with pytest.raises(RuntimeError, match="fetch= returned a different batch.*" + match):
         loop_with(problem, batches(problem, change))
 
 
 def test_an_iterator_is_an_error():
     problem = Problem()
     loader = iter(torch.utils.data.DataLoader(problem.data, batch_size=SIZE))
-    with pytest.raises(RuntimeError, match="fetch= gave another batch than at first"):
+    with pytest.raises(RuntimeError, match="fetch= returned a different batch"):
         loop_with(problem, lambda: next(loader))
 
 
@@ -312,7 +312,7 @@ def test_an_iterator_is_an_error():
         (3, TypeError, "takes a function without arguments"),
         (lambda: None, TypeError, "must return the batch as a tuple.*got NoneType"),
         (lambda: iter(()), TypeError, "got tuple_iterator"),
-        (lambda: {1: torch.ones(2)}, TypeError, "keys are no names"),
+        (lambda: {1: torch.ones(2)}, TypeError, "a dict with the keys"),
         (lambda: (torch.ones(2, requires_grad=True),), ValueError, "requires grad"),
         (lambda: (object(),), TypeError, "returned a object in its batch"),
         (lambda: (torch.eye(3).to_sparse_csr(),), TypeError, "neither dense nor sparse_coo"),
