@@ -20,17 +20,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 State = dict[str, Tensor]
-Pairs = list[tuple[Tensor, Tensor]]  # (a tensor of the user's, the leaf that stands for it in a step)
+Pairs = list[tuple[Tensor, Tensor]]  # (a tensor of the user, the leaf that takes its place in a step)
 _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
-_ONCE = once_differentiable(lambda ctx: None).__code__  # pyright: ignore
+_ONCE_DIFFERENTIABLE = once_differentiable(lambda ctx: None).__code__  # pyright: ignore
 
 
 class DerivativeWarning(UserWarning):
-    """A derivative that a hypergradient rests on is not that of the loss, or could not be checked."""
+    """A derivative that a hypergradient depends on is not that of the loss, or could not be checked."""
 
 
 class Gradients:
-    """Sums of gradients: for tensors that the losses use themselves, and for those that a stand-in stood for."""
+    """Sums of gradients: `direct` for tensors that the losses use, `cut` for those that a leaf took the place of."""
 
     def __init__(self) -> None:
         self.direct: dict[int, tuple[Tensor, Tensor]] = {}
@@ -44,11 +44,11 @@ class Gradients:
                 sums[id(tensor)] = (tensor, grad.clone())
             elif known[1].layout == grad.layout:
                 known[1].add_(grad)
-            else:  # a sparse tensor's gradient may come sparse from one operation and dense from another
+            else:  # the gradient of a sparse tensor may be sparse from one operation and dense from another
                 sums[id(tensor)] = (tensor, known[1].to_dense() + grad.to_dense())
 
     def collect(self, cut: Pairs, wanted: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Add the gradients for the stand-ins of `cut`, then for the wanted tensors."""
+        """Add the first gradients to those of the pairs of `cut`, and the others to those of the wanted tensors."""
         for (tensor, _), grad in zip(cut, grads, strict=False):
             self.add(self.cut, tensor, grad)
         for tensor, grad in zip(wanted, grads[len(cut) :], strict=True):
@@ -60,17 +60,17 @@ class Gradients:
 
 @dataclass
 class Traced:
-    """A function's value together with its graph: `to`, taken at `at`."""
+    """The value `to` of a function at the point `at`, together with its graph."""
 
     at: State
     to: State
     cut: Pairs
     leaves: Sequence[Tensor]
-    share: float = 1.0  # of this process, where the value is a mean over several
-    retain_graph: bool = True  # it is gone through again, or runs on into a graph that is not ours
+    share: float = 1.0  # the share of this process in a mean over several processes
+    retain_graph: bool = True  # whether the graph is used again, or is connected to a graph outside the loop
 
     def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
-        """a·∂to/∂at, returned; a·∂to/∂λ, added to the sums, for `inputs`, or for every leaf if None."""
+        """Return a·∂to/∂at, and add a·∂to/∂λ to the sums, for `inputs`, or for every leaf if they are None."""
         wanted = self.leaves if inputs is None else inputs
         grads = vjp(self.to, a, [*self.at.values(), *(x for _, x in self.cut), *wanted], self.share, self.retain_graph)
         into.collect(self.cut, wanted, grads[len(self.at) :])
@@ -80,9 +80,9 @@ class Traced:
 def vjp(
     to: State, a: State, inputs: Sequence[Tensor], share: float = 1.0, retain_graph: bool = True
 ) -> Sequence[Tensor | None]:
-    """share·a·∂to for every input; None where nothing depends on it.
+    """Return share·a·∂to for every input; None where nothing depends on it.
 
-    The graph is retained by default, since it may run on into one that is not ours: a closed-over encoder's, say.
+    The graph is retained by default, since it may be connected to a graph outside the loop, such as that of an encoder.
     """
     keys = [n for n in a if n in to and to[n].requires_grad]
     if not keys:
@@ -90,7 +90,7 @@ def vjp(
     along = [a[n] if share == 1 else a[n] * share for n in keys]
     with explained():
         grads = grad([to[n] for n in keys], inputs, along, retain_graph=retain_graph)
-    return [None if g is None else g.detach() for g in grads]  # a backward of the user's own may leave a graph
+    return [None if g is None else g.detach() for g in grads]  # a custom backward may leave a graph
 
 
 def grad(
@@ -101,10 +101,10 @@ def grad(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """torch.autograd.grad, during which function modes stay on.
+    """Compute torch.autograd.grad while function modes stay on.
 
-    Activation checkpointing runs parts of the model again in there, and must find the kernels that it found at first;
-    torch.autograd.grad itself would be taken for a function to override, and have the modes switched off.
+    Activation checkpointing runs parts of the model again during the backward pass, and must use the same kernels as
+    in the forward pass. torch.autograd.grad itself is a function that modes override, and it runs with the modes off.
     """
     along = [torch.ones_like(x) if a is None else a for x, a in zip(outputs, along, strict=True)]
     run: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
@@ -127,7 +127,7 @@ def is_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The norm of several tensors, as one vector."""
+    """Return the norm of several tensors as one vector."""
     return torch.stack([torch.linalg.vector_norm(x) for x in tensors]).norm()
 
 
@@ -145,25 +145,25 @@ _memcmp.argtypes, _memcmp.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in a tuple, list or dict of anything."""
+    """Return the tensors in a nested structure of tuples, lists and dicts."""
     leaves = tree if _is_flat(tree) else pytree.tree_leaves(tree)
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """The same structure with every tensor replaced."""
+    """Return the same structure with function(x) in place of every tensor x."""
     if _is_flat(tree):
         return tuple(map(function, tree))
     return pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
 
 
 def _is_flat(tree: Any) -> bool:
-    """Whether it is a plain tuple of tensors, as most batches are: no need for the slow general way."""
+    """Whether it is a plain tuple of tensors, as most batches are, for which pytree would be slow."""
     return type(tree) is tuple and all(isinstance(x, Tensor) for x in tree)
 
 
 def cut_graph(tree: Any, pairs: Pairs) -> Any:
-    """The tree with a leaf in place of every tensor that requires grad; which stands for which goes to `pairs`."""
+    """Return the tree with a new leaf in place of every tensor that requires grad; add these pairs to `pairs`."""
     stand_ins = {id(tensor): stand_in for tensor, stand_in in pairs}
 
     def replace(x: Tensor) -> Tensor:
@@ -175,11 +175,11 @@ def cut_graph(tree: Any, pairs: Pairs) -> Any:
     return map_tensors(replace, tree)
 
 
-# --- what a graph is made of ---
+# --- the nodes of a graph ---
 
 
 def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]:
-    """The nodes of a graph, up to and including those to stop at."""
+    """Yield the nodes of a graph, up to and including those to stop at."""
     stack: list[Any] = [x.grad_fn or get_gradient_edge(x).node for x in roots if x.requires_grad]
     seen: set[Any] = {None}
     while stack:
@@ -200,10 +200,10 @@ def find_leaves(
     since: int | None = None,
     older: list[Any] | None = None,
 ) -> tuple[list[Tensor], bool]:
-    """The leaves that the graph of root ends in, other than the state and the known ones; whether it meets the state.
+    """Return the leaves of the graph of root, without the state and the known ones, and whether it uses the state.
 
-    With `twice`, what has no second derivative is refused on the way. With `since`, so is a node that reads the state
-    and is older than that; any other that is older is added to `older`.
+    With `twice`, a node that has no second derivative is refused. With `since`, a node that uses the state and is
+    older than this sequence number is refused as well; any other node that is older is added to `older`.
     """
     state = tuple(state)
     ids = {id(x) for x in state}
@@ -232,32 +232,32 @@ def find_leaves(
 
 
 GRAPH_TO_WEIGHTS = (
-    "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, and carries "
-    "a graph back to them, of which the step would not see the end. Compute it inside h (or g), or .detach() it if it "
-    "is meant to be a constant."
+    "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, and that has "
+    "a graph back to them. The step does not differentiate through that graph. Compute the tensor inside h (or g), or "
+    ".detach() it if it is meant to be a constant."
 )
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """The leaf that a node of a graph stands for; None for any other node."""
+    """Return the leaf that a node of a graph accumulates the gradient of; None for any other node."""
     return getattr(node, "variable") if type(node) is _LEAF else None  # noqa: B009 (the annotations do not know it)
 
 
 def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
-    """Whether a node reads one of these leaves, or a tensor that one of these nodes made."""
+    """Whether a node uses one of these leaves, or an output of one of these nodes."""
     edges = (edge for edge, _ in node.next_functions if edge is not None)
     return any(edge in stop or id(leaf_of(edge)) in leaves for edge in edges)
 
 
 def reaches(roots: Iterable[Tensor], leaves: Collection[int], stop: Collection[Any], since: int) -> bool:
-    """Whether a graph passes a node to stop at, or reads one of these leaves by a node not older than `since`."""
+    """Whether a graph has a node to stop at, or uses one of these leaves by a node not older than `since`."""
     return any(
         node in stop or (node._sequence_nr() >= since and _reads(node, leaves, stop)) for node in nodes(roots, stop)
     )
 
 
 def reads_since(root: Tensor, leaf: Tensor, state: Iterable[Tensor], since: int) -> bool:
-    """Whether a node of the graph, down to the state, reads this leaf and is not older than `since`."""
+    """Whether a node of the graph, down to the state, uses this leaf and is not older than `since`."""
     stop = {x.grad_fn for x in state} - {None}
     return any(
         node not in stop and node._sequence_nr() >= since and _reads(node, {id(leaf)}, ())
@@ -266,7 +266,7 @@ def reads_since(root: Tensor, leaf: Tensor, state: Iterable[Tensor], since: int)
 
 
 def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
-    """The leaves that a graph reads by nodes not older than `since`, and by no older ones."""
+    """Return the leaves that a graph uses by nodes not older than `since`, and by no older ones."""
     found: dict[int, Tensor] = {}
     old: set[int] = set()
     for node in nodes(roots):
@@ -280,27 +280,27 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
 
 
 def has_older_nodes(root: Tensor, since: int) -> bool:
-    """Whether the graph of root runs on into one that was made before."""
+    """Whether the graph of root is connected to a graph that was made before."""
     return any(leaf_of(node) is None and node._sequence_nr() < since for node in nodes([root]))
 
 
 def sequence_number() -> int:
-    """A number that grows with every node that autograd makes in this thread."""
+    """Return the sequence number of the next autograd node of this thread; it grows with every node."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore
 
 
-_SUSPECTS: set[type] = set()  # classes of nodes that have to be looked at, each time
+_SUSPECTS: set[type] = set()  # classes of nodes that must be examined one by one
 _HARMLESS: set[type] = set()
 
 
 def _is_suspect(kind: type) -> bool:
-    """Whether nodes of this class may lack a second derivative; asked once for a class."""
+    """Whether nodes of this class may lack a second derivative; the answer is cached for the class."""
     if kind in _HARMLESS:
         return False
     name, forward = kind.__name__, getattr(kind, "_forward_cls", None)
     suspect = name.startswith(("EmbeddingBag", "EmbeddingBackward", "WeightNormInterface", "CtcLoss"))
     suspect = suspect or name in ("CompiledFunctionBackward", "CompiledFunction", "CdistBackward0")
-    suspect = suspect or getattr(getattr(forward, "backward", None), "__code__", None) is _ONCE
+    suspect = suspect or getattr(getattr(forward, "backward", None), "__code__", None) is _ONCE_DIFFERENTIABLE
     (_SUSPECTS if suspect else _HARMLESS).add(kind)
     return suspect
 
@@ -360,7 +360,7 @@ _UNDERIVED = {  # torch's names of operations in its own errors
 
 
 class explained:
-    """Turn torch's errors about derivatives into ours, which say what to do."""
+    """A context manager that turns torch's errors about derivatives into errors that name the fix."""
 
     def __enter__(self) -> None:
         pass
@@ -371,10 +371,10 @@ class explained:
         text = str(error)
         if "second time" in text or "have already been freed" in text:
             raise RuntimeError(
-                "bilevel.inner: the graph of a loss, or one behind the batch, was gone through before. A loss returns "
-                "its value and does not call .backward() or torch.autograd.grad on it itself; for a graph behind the "
-                "batch, pass retain_graph=True to the earlier call. (torch: Trying to backward through the graph a "
-                "second time.)"
+                "bilevel.inner: the graph of a loss, or the graph behind a tensor of the batch, has been freed by an "
+                "earlier backward pass. A loss must return its value without calling .backward() or "
+                "torch.autograd.grad on it. For a graph behind the batch, pass retain_graph=True to the earlier call. "
+                "(torch: Trying to backward through the graph a second time.)"
             ) from error
         if "is not implemented" in text or "not differentiable" in text or "does not support" in text:
             for op, (what, instead) in _UNDERIVED.items():
@@ -393,17 +393,17 @@ hooks_on_saved: Callable[[bool], Any] | None = getattr(_autograd, "_top_saved_te
 def checkpointing() -> bool:
     """Whether the code that runs now is under activation checkpointing (torch.utils.checkpoint, not reentrant)."""
     if hooks_on_saved is None:
-        return _called_by("torch.utils.checkpoint", sys.maxsize)  # torch 2.6 does not tell which hooks are at work
+        return _called_by("torch.utils.checkpoint", sys.maxsize)  # torch 2.6 has no function for the hooks
     hooks = hooks_on_saved(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 class FirstLook(TorchFunctionMode):
-    """Watches the first evaluation of a loss for what its graph does not show.
+    """Checks the first evaluation of a loss for operations that its graph does not show.
 
     Hooks on tensors would be applied to second derivatives too, and are refused. So is activation checkpointing, if
-    graphs outlive their step: it runs a part of the model again in the backward pass, and would find other weights
-    there. Leaves that do not require grad are noted, in case that they do later.
+    graphs outlive their step: it runs a part of the model again in the backward pass, when the model holds other
+    weights. Leaves that do not require grad are recorded, in case `requires_grad` is set later.
     """
 
     def __init__(self, noted: dict[int, Any], *, graphs_are_kept: bool) -> None:
@@ -415,14 +415,14 @@ class FirstLook(TorchFunctionMode):
             raise RuntimeError(_RECOMPUTES)
         if func is Tensor.register_hook:
             raise RuntimeError(
-                "bilevel.inner: a loss registers a hook on a tensor, and autograd would apply it to second derivatives "
-                "as well. Write what it does to the gradient as an operation (a function of the direction goes to "
-                "direction=)."
+                "bilevel.inner: a loss registers a hook on a tensor, and autograd would apply the hook to second "
+                "derivatives as well. Write what the hook does to the gradient as an operation of the loss, or as a "
+                "function of the direction (direction=)."
             )
         if func in (Tensor.mul, Tensor.__mul__) and _called_by("torch.amp.grad_scaler"):
             raise RuntimeError(
-                "bilevel.inner: a loss is scaled by a GradScaler, and a block has no scaler.step() that would undo it: "
-                "every step would be too long by that factor. Return the loss as it is, under torch.autocast(dtype="
+                "bilevel.inner: a loss is scaled by a GradScaler, and a block has no scaler.step() to undo it, so that "
+                "every step would be too long by that factor. Return the loss unscaled, under torch.autocast(dtype="
                 "torch.bfloat16), which needs no scaling. In float16, multiply the loss by a number in h, and divide "
                 "by it in direction=: lambda d: {n: x / scale for n, x in d.items()}."
             )
@@ -444,60 +444,61 @@ def _called_by(module: str, callers: int = 6) -> bool:
 
 _RECOMPUTES = (
     "bilevel.inner: h or g uses activation checkpointing (torch.utils.checkpoint), which runs a part of the model "
-    "again in the backward pass. An engine that keeps graphs would find other weights there. Use engine='reverse' "
-    "without memory= and tasks=, or switch checkpointing off: the graphs are what takes the memory here."
+    "again in the backward pass. With an engine that keeps graphs, the model holds other weights by then. Use "
+    "engine='reverse' without memory= and tasks=, or switch checkpointing off, which saves little memory where the "
+    "graphs of all steps are kept."
 )
 
 
 def graph_bytes(to: State, at: State, given: Iterable[Tensor]) -> int:
-    """Bytes that a graph keeps alive, apart from those of its result and of what it was given."""
-    aside = {x.untyped_storage().data_ptr() for x in (*given, *at.values(), *to.values()) if not _is_sparse(x)}
+    """Return the bytes that a graph keeps alive, without those of its result and of the given tensors."""
+    excluded = {x.untyped_storage().data_ptr() for x in (*given, *at.values(), *to.values()) if not _is_sparse(x)}
     found: dict[int, int] = {}
     for node in nodes(to.values(), {x.grad_fn for x in at.values()}):
         saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
         for x in tensors_of([*saved, getattr(node, "saved_tensors", ())]):
             if not _is_sparse(x):
                 found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-    return sum(size for where, size in found.items() if where not in aside)
+    return sum(size for where, size in found.items() if where not in excluded)
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """The most bytes that the tensors which it makes hold at any moment, on whatever device, while it runs."""
+    """Return the largest number of bytes, over all devices, that tensors made during `run` hold at the same time."""
     with _PeakBytes() as counted:
         run()
-    return counted.most
+    return counted.peak
 
 
 class _PeakBytes(TorchDispatchMode):
-    """Counts the bytes of storages that operators make, until they are let go."""
+    """Counts the bytes of the storages that operators allocate, until these are freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: set[int] = set()
-        self._held = self.most = 0
+        self._counted: set[int] = set()
+        self._bytes = self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for x in tensors_of([args, kwargs]):
-            self._note(x, made=False)
+            self._add(x, made=False)
         result = func(*args, **(kwargs or {}))
         for x in tensors_of([result]):
-            self._note(x, made=True)
+            self._add(x, made=True)
         return result
 
-    def _note(self, x: Tensor, made: bool) -> None:
+    def _add(self, x: Tensor, made: bool) -> None:
         if _is_sparse(x):
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes() if made else 0  # pyright: ignore[reportPrivateUsage]
-        if key not in self._known:
-            self._known.add(key)
-            self._held += size
-            self.most = max(self.most, self._held)
-            weakref.finalize(storage, self._let_go, key, size).atexit = False
+        if key not in self._counted:
+            self._counted.add(key)
+            self._bytes += size
+            self.peak = max(self.peak, self._bytes)
+            weakref.finalize(storage, self._free, key, size).atexit = False
 
-    def _let_go(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._held -= size
+    def _free(self, key: int, size: int) -> None:
+        self._counted.discard(key)
+        self._bytes -= size
 
 
 def _is_sparse(x: Tensor) -> bool:
@@ -506,7 +507,7 @@ def _is_sparse(x: Tensor) -> bool:
 
 @functools.cache
 def _weight_norm_is_right() -> bool:
-    """Fails on the CPU at least up to torch 2.13."""
+    """Test the second derivative of torch's weight_norm, which is wrong on the CPU at least up to torch 2.13."""
     generator = torch.Generator().manual_seed(0)
     v, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (3, 1)))
     inputs = (v.requires_grad_(), g.requires_grad_())
