@@ -22,7 +22,7 @@ from .updates import PulledUpdate, Update
 
 
 class Term(NamedTuple):
-    """One of the losses that a step descends."""
+    """A loss of a step, with the batch that it is evaluated on."""
 
     name: str
     loss: Loss
@@ -34,26 +34,26 @@ class Evaluated:
     """The losses of a step at z, and its direction."""
 
     weighted: list[Tensor]  # c·loss, with a graph
-    values: State  # of the losses, by name
-    direction: State  # of this process's losses; a weight that no loss reads has none
-    buffers: State  # after the losses
-    without_value: frozenset[str] = frozenset()  # weights whose direction has a graph, but no numbers
-    leaves: Sequence[Tensor] | None = None  # what the losses read that requires grad, where `weighted` does not tell
+    values: State  # the values of the losses, by name
+    direction: State  # the direction from the losses of this process; a weight that no loss uses has none
+    buffers: State  # the buffers after the losses were evaluated
+    without_value: frozenset[str] = frozenset()  # weights whose direction has a graph, but no values
+    leaves: Sequence[Tensor] | None = None  # the outer variables that the losses use, if `weighted` has not all of them
 
 
 @dataclass
 class Moved:
-    """Where a step went, and what it saw of its losses and buffers on the way."""
+    """The result of a step: the next state, and the losses and buffers that were computed with it."""
 
-    at: State  # the leaves that `to` can be differentiated for, if it has a graph
+    at: State  # the leaves for which `to` can be differentiated, if it has a graph
     to: State  # z⁺
-    values: State  # of this process's losses
-    means: State  # of the losses, over all processes
-    buffers: State  # those that are not part of z
+    values: State  # the values of the losses of this process
+    means: State  # the means of the losses over all processes
+    buffers: State  # the buffers that are not part of z
     weighted: list[Tensor]
-    leaves: Sequence[Tensor] | None = None  # what the losses read that requires grad, where it is known already
+    leaves: Sequence[Tensor] | None = None  # the outer variables that the losses use, if they are known already
     moved: Iterable[str] = ()  # the weights that were updated
-    leaves_of_update: Sequence[Tensor] = ()  # what functions of the user's in the update read that requires grad
+    leaves_of_update: Sequence[Tensor] = ()  # the outer variables that functions of the user in the update use
 
 
 class Step:
@@ -76,18 +76,18 @@ class Step:
         used = [i for i, c in enumerate(weights) if isinstance(c, Tensor) or c != 0]
         self.terms = tuple(terms[i] for i in used)
         self.weights = tuple(weights[i] for i in used)
-        self.micro: Micro | None = None  # in how many parts the batches are taken
-        self.directed: tuple[str, ...] = ()  # the weights that have a direction, once the step was taken
-        self.runs_into_other_graphs = True  # a loss uses a tensor with a graph of its own; known once it was taken
+        self.micro: Micro | None = None  # how the batches are split into parts
+        self.directed: tuple[str, ...] = ()  # the weights that have a direction; known after the step
+        self.runs_into_other_graphs = True  # whether a loss uses a tensor with a graph; known after the step
 
     @property
     def what(self) -> str:
-        """What has to be the same on every rank."""
+        """A description of the step that must be the same on every rank."""
         parts = "" if self.micro is None else f" in {self.micro}"
         return f"{'accumulate' if self.update.accumulates else 'step'} {sorted(self.only or ())}{parts}"
 
     def losses(self, inside: Inside) -> tuple[list[Tensor], State]:
-        """Each loss times its weight, with a graph; and the losses as they are, without one."""
+        """Return each loss times its weight, with a graph, and the values of the losses."""
         weighted: list[Tensor] = []
         values: State = {}
         with torch.enable_grad():
@@ -98,19 +98,19 @@ class Step:
         return weighted, values
 
     def evaluate(self, inside: Inside, *, create_graph: bool) -> Evaluated:
-        """The losses and their direction, in one backward pass; with micro=, in one for each part."""
+        """Compute the losses and their direction in one backward pass, or with micro= in one for each part."""
         if self.micro is not None:
             return self._evaluate_parts(inside, create_graph)
         weighted, values = self.losses(inside)
         return Evaluated(weighted, values, gradient(weighted, inside, create_graph, self.only), inside.buffers())
 
     def parts(self) -> list[Part]:
-        """With micro=: steps z ↦ ∇ℓ_i on a part of each batch, whose sum is the gradient of this one."""
+        """With micro=, return steps z ↦ ∇ℓ_i on a part of each batch; their sum is the gradient of this step."""
         assert self.micro is not None
         reductions, dimension = dict(self.micro.reductions), self.binding.batch_dimension
         pieces = [split(t.name, t.batch, self.micro.parts, dimension) for t in self.terms]
         parts: list[Part] = []
-        for i in range(self.micro.parts):  # one for each, even if no batch has so many: ranks have to keep step
+        for i in range(self.micro.parts):  # also if no batch has so many samples, since all ranks need the same number
             mine = [(t, c, p[i]) for t, c, p in zip(self.terms, self.weights, pieces, strict=True) if i < len(p)]
             factors = {t.name: piece.share if reductions[t.name] == "mean" else 1.0 for t, _, piece in mine}
             terms = [Term(t.name, t.loss, piece.batch) for t, _, piece in mine]
@@ -122,7 +122,7 @@ class Step:
         return parts
 
     def _evaluate_parts(self, inside: Inside, create_graph: bool) -> Evaluated:
-        """The sums over the parts. Without a graph, `weighted` has that of the first part, and the others are gone."""
+        """Compute the sums over the parts. Without `create_graph`, only the first part keeps its graph."""
         state = (*inside.weights.values(), *inside.leaves.values(), *inside.statistics.values())
         kept: list[Tensor] = []
         leaves: dict[int, Tensor] = {}
@@ -153,7 +153,7 @@ class Step:
         return Evaluated(kept, values, direction, inside.buffers(), leaves=known)
 
     def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
-        """z⁺, with a graph if it is asked for. `within` is called while weights and graph are still in the model."""
+        """Take the step from z. `within` is called while the weights, and the graph if any, are still in the model."""
         binding = self.binding
         with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
             found = self.evaluate(inside, create_graph=graph)
@@ -171,7 +171,7 @@ class Step:
         return moved
 
     def updated(self, at: State, direction: State, graph: bool) -> tuple[State, Iterable[str], Sequence[Tensor]]:
-        """z⁺, the weights that were updated, and the outer variables that functions of the user's have used in it."""
+        """Return z⁺, the names of the updated weights, and the outer variables that functions of the user have used."""
         update, binding = self.update, self.binding
         with full_precision(), torch.set_grad_enabled(graph):
             d = binding.mean_of_direction(direction)
@@ -182,14 +182,14 @@ class Step:
             to = update(at, d) if graph else {}
             leaves = {id(x): x for y in to.values() if y.requires_grad for x in find_leaves(y, at.values())[0]}
             if not graph or binding.share != 1:
-                # z and d have no graph here: what has one all the same has it from an outer variable
+                # z and d have no graph here, so any graph comes from an outer variable
                 alone = update({n: x.detach() for n, x in at.items()}, {n: x.detach() for n, x in d.items()})
                 found = {id(x): x for y in alone.values() if y.requires_grad for x in find_leaves(y)[0]}
                 if found and binding.share != 1:
                     raise ValueError(
-                        "bilevel.inner: a function of the direction, or a rule of your own, uses an outer variable, "
-                        "whose gradient would be counted once on every rank of group=. Put it into the losses, or "
-                        "give it as lr= or as an option of the optimizer."
+                        "bilevel.inner: a function of the direction, or a rule of your own, uses an outer variable. "
+                        "With group= its gradient would be counted once on every rank. Use the variable in the losses, "
+                        "or give it as lr= or as an option of the optimizer."
                     )
                 to, leaves = to or {n: x.detach() for n, x in alone.items()}, leaves or found
             return to, update.moves(at, d), list(leaves.values())
@@ -206,18 +206,18 @@ class Step:
         leaves: Sequence[Tensor] | None = None,
         at: State | None = None,
     ) -> Moved:
-        """The buffers after a step sorted into those that are state and the others."""
+        """Divide the buffers after a step into those that are part of the state and the others."""
         binding = self.binding
         for n, b in after.items():
             if b.requires_grad and n not in binding.statistics and n not in binding.changing:
                 if not is_stopped(b):
                     raise ValueError(
-                        f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, which the next step "
-                        "would not see the end of. Compute it inside h, or keep it there by "
-                        "bilevel.stop_gradient(...): a constant for the next step, with a derivative in the "
-                        "hypergradient; .detach() has none."
+                        f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, through which the "
+                        "next step does not differentiate. Compute it inside h, or store "
+                        "bilevel.stop_gradient(...) there: a constant in the gradient of the next step, with its own "
+                        "derivative in the hypergradient. (.detach() drops that derivative.)"
                     )
-                binding.statistics += (n,)  # state like any other, from now on
+                binding.statistics += (n,)  # from now on the buffer is part of the state
         for n in binding.statistics:
             to[n] = after[n] if after[n].requires_grad else after[n].detach()
             if n not in binding.moving and not is_same(to[n], z[n] if n in z else buffers[n]):
@@ -231,7 +231,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """A step on a part of each batch, and what its losses count for in those of the whole step."""
+    """A step on a part of each batch, and the factor of each of its losses in the loss of the whole step."""
 
     step: Step
     factors: dict[str, float]
@@ -245,7 +245,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Gradient(Update):
-    """z⁺ = d: the gradient alone, as the step of a part."""
+    """The update of a part, z⁺ = d, whose result is the gradient alone."""
 
     @property
     def reads_direction(self) -> bool:
@@ -259,7 +259,7 @@ class Gradient(Update):
 
 
 def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool, only: Collection[str] | None = None) -> State:
-    """∇_w of the sum, for every weight that it depends on; dense. What is constant in a step is so here."""
+    """Return ∇_w of the sum as dense tensors, for every weight that it depends on; `stop_gradient` is in effect."""
     if not weighted:
         return {}
     weights = inside.weights if only is None else {n: x for n, x in inside.weights.items() if n in only}
@@ -279,7 +279,7 @@ def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool, only: C
 def statistics_under_checkpointing(instead: str) -> str:
     return (
         "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a "
-        f"loss reads them in eval mode: the derivative of that update is not known. Use {instead}, or leave the layer "
+        f"loss uses them in eval mode. The derivative of that update is not known. Use {instead}, or take the layer "
         "out of the checkpointed part."
     )
 
@@ -289,18 +289,18 @@ def _refuse_changed_buffers(after: State, before: State) -> None:
         if not b.is_meta and not (is_same(b, before[n]) or torch.equal(b.detach(), before[n].detach())):
             raise ValueError(
                 f"bilevel.inner: with micro= a loss changes the buffer {n!r} of the model (running statistics, a "
-                "counter), once for each part where the plain step does it once for the batch. Put the layer into "
+                "counter) once for each part, while the plain step changes it once for the batch. Put the layer into "
                 "eval mode, or leave out micro=."
             )
 
 
 def is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two buffers hold the same bits. False on a device, where comparing would wait."""
+    """Whether two buffers hold the same bits; always False on a device, where comparing would make the host wait."""
     return x.device.type == "cpu" and same_bits(x, y)
 
 
 def _is_counter(new: Tensor, old: Tensor) -> bool:
-    """Whether a buffer has no derivative to lose: integers, or numbers that all grew by the same whole number."""
+    """Whether a buffer is a counter, which has no derivative: integers, or all entries grew by the same integer."""
     if not new.is_floating_point() or new.is_meta:
         return True
     by = new - old
@@ -308,18 +308,18 @@ def _is_counter(new: Tensor, old: Tensor) -> bool:
 
 
 def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
-    """Store a buffer once if it does not change. (Its version would not tell: BatchNorm does not move it.)"""
+    """Return the old buffer if the new one is equal, so that it is stored once. (BatchNorm does not raise versions.)"""
     return old if is_same(new, old) else new
 
 
 class LossMonitor:
-    """Finds a loss that is not finite, with its step: at once on the CPU, on a device only when asked."""
+    """Finds a loss that is not finite, and its step: at once on the CPU, on a device by `raise_if_not_finite`."""
 
     def __init__(self) -> None:
         self._later: list[tuple[int, str, Tensor]] = []
 
     def record_loss(self, k: int, name: str, value: Tensor, w: State) -> float | Tensor:
-        """The value, as a number if there is no need to wait for it."""
+        """Record the value, and return it: as a number on the CPU, as a tensor on a device."""
         if value.device.type == "cpu":
             if not math.isfinite(number := value.item()):
                 raise self._error(k, name, value, w)
@@ -329,7 +329,7 @@ class LossMonitor:
         return value
 
     def raise_if_not_finite(self) -> None:
-        """Raise if a loss so far was not finite."""
+        """Raise if a recorded loss was not finite."""
         later, self._later = self._later, []
         if later and not bool(torch.isfinite(torch.stack([value.float() for _, _, value in later])).all()):
             raise self._error(*next(entry for entry in later if not bool(torch.isfinite(entry[2]))), {})
@@ -337,13 +337,17 @@ class LossMonitor:
     @staticmethod
     def _error(k: int, name: str, value: Tensor, w: State) -> FloatingPointError:
         broken = [n for n, x in w.items() if not bool(torch.isfinite(x).all())]
-        why = f"the step before made the weight {broken[0]!r} so" if broken else "a smaller rate may help"
-        return FloatingPointError(f"bilevel.inner: {name} is {float(value)} at step k = {k}: {why}.")
+        why = (
+            f"The weight {broken[0]!r} is not finite after the step before. A smaller rate may help."
+            if broken
+            else "A smaller rate may help."
+        )
+        return FloatingPointError(f"bilevel.inner: {name} is {float(value)} at step k = {k}. {why}")
 
 
 def disconnected(name: str) -> ValueError:
-    """The error for a loss that no inner weight moves."""
+    """Return the error for a loss that does not depend on the weights."""
     return ValueError(
         f"bilevel.inner: {name} does not depend on the weights of the inner problem. Compute it from the model that "
-        "it is given, without .detach(), .item() or torch.no_grad()."
+        "is its first argument, without .detach(), .item() or torch.no_grad()."
     )

@@ -90,7 +90,7 @@ def test_a_loss_that_is_not_finite_names_its_step(parts, engine):
 
     with bilevel.inner(model, breaks, g, solver="gd", lr=0.1, engine=engine) as loop:
         loop.run(2, x, y)
-        with pytest.raises(FloatingPointError, match=r"h is nan at step k = 3: a smaller rate may help"):
+        with pytest.raises(FloatingPointError, match=r"h is nan at step k = 3. A smaller rate may help"):
             loop.step(x, y)
 
 
@@ -99,7 +99,7 @@ def test_weights_that_are_not_finite_name_the_step_that_made_them():
     grow = lambda m: m.w.pow(4).sum()
     with bilevel.inner(model, grow, grow, solver="gd", lr=1e4) as loop, pytest.raises(FloatingPointError) as caught:
         loop.run(50)
-    assert "made the weight 'w' so" in str(caught.value) or "h is inf" in str(caught.value)
+    assert "The weight 'w' is not finite" in str(caught.value) or "h is inf" in str(caught.value)
 
 
 @pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB")])
