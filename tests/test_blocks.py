@@ -512,7 +512,7 @@ class Reversed(torch.autograd.Function):
 
 
 FALLING = {
-    "a reversed gradient": "is not symmetric, since something changes the gradient on its way",
+    "a reversed gradient": "is not symmetric, since an operation changes the gradient",
     "a custom function in a block": "a block does not run on dual numbers",
     "a custom function in a loss": "a loss does not run on dual numbers",
     "an object": "is given a Cache, which it may change.*use_cache",
@@ -522,8 +522,8 @@ FALLING = {
     "from outside": "a graph that was made outside of it",
     "from outside, and gone": "a block does not run on dual numbers, or not once more",
     "no blocks": "has no ModuleList or Sequential with several modules of one class",
-    "tasks": "with tasks= the weights have a dimension",
-    "checkpointing outside": "is in no block runs under activation checkpointing",
+    "tasks": "with tasks= the weights have a task dimension",
+    "checkpointing outside": "outside the blocks runs under activation checkpointing",
 }
 
 

@@ -884,7 +884,7 @@ def test_aux_in_a_later_batch_is_refused(engine):
     with bilevel.inner(case.model, h, case.g, solver="gd", lr=RATE, engine=engine) as loop:
         aux = loop.step(HALVES[0]).aux
         for wrong in (lambda: loop.step(HALVES[0], aux), lambda: loop.accumulate(HALVES[0], before=aux)):
-            with refused("beside its value", "stop_gradient"):
+            with refused("more than its value", "stop_gradient"):
                 wrong()
         loop.step(HALVES[0])
 
@@ -925,7 +925,7 @@ def test_compiled_with_something_beside(compiler):
     case.h = lambda model, x, i: (loss(model, x, i), model[1].weight * 1.0)
     case.body = lambda loop, model, made: kept.extend(loop.step(draw(HALVES[0]), HALVES[0]).aux for _ in range(3))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "bilevel.Reverse: compile=True is off.*beside its value")
+        warnings.filterwarnings("ignore", "bilevel.Reverse: compile=True is off.*more than its value")
         agree(case, bilevel.Reverse(compile=True))
     plain, block = kept[:3], kept[3:6]
     torch.testing.assert_close(block, [x.detach() for x in plain], rtol=1e-12, atol=1e-14)

@@ -338,7 +338,7 @@ def test_the_sentinel_looks_at_a_part():
 
 def test_compiled_loops_run_steps_in_parts_eagerly_and_say_so(compiler):
     data = Data()
-    with pytest.warns(UserWarning, match="leaves out steps with micro="):
+    with pytest.warns(UserWarning, match="does not apply to steps with micro="):
         parts = data.run(M, engine=bilevel.Reverse(compile=True))
     same(parts, data.run(None))
 

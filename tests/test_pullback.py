@@ -245,7 +245,7 @@ def test_every_pullback_under_every_update(how, micro, loop, monkeypatch, left_o
 
     expected = gradients("unroll")
     says = (
-        "compile=True leaves out steps with micro="
+        "compile=True does not apply to steps with micro="
         if how == "compiled" and micro
         else "blocks= is off"
         if how == "blocks" and tasks

@@ -1,4 +1,4 @@
-"""The derivative of one step, in two: pull the adjoint through Υ, then pull what that gives through the gradient.
+"""The derivative of one step in two parts: pull the adjoint through Υ, then pull the cotangent through the gradient.
 
     a·∂Φ/∂(z, λ):   u = a·∂Υ/∂d,   then   a·∂Υ/∂z + ∇_(w, λ) ⟨∇ℓ(w, λ), u⟩
 
@@ -20,12 +20,12 @@ from ..updates import PulledUpdate, add, weight_of
 
 @dataclass
 class Pulled:
-    """What pulling an adjoint through a step gives."""
+    """The result of pulling an adjoint through a step."""
 
     adjoint: State  # a·∂Φ/∂z
-    wanted: Sequence[Tensor | None]  # a·∂Φ for what was wanted
-    to: State  # z⁺, as far as its numbers were computed
-    values: State  # of the losses
+    wanted: Sequence[Tensor | None]  # a·∂Φ for each wanted tensor
+    to: State  # z⁺, as far as its values were computed
+    values: State  # the values of the losses
 
 
 Pull = Callable[[Step, State, State, State, Sequence[Tensor], State | None], Pulled]
@@ -33,7 +33,11 @@ Pull = Callable[[Step, State, State, State, Sequence[Tensor], State | None], Pul
 
 
 def known_direction(step: Step, z: State, after: State | None) -> State | None:
-    """The direction of a step that was taken, as far as Υ's derivative reads its numbers; None if it is not known."""
+    """Return the direction of a step that was taken, as far as the derivative of Υ depends on its values, or None.
+
+    If it does not depend on them, zeros stand for the values. Otherwise they are recovered from the states before and
+    after the step, if Υ can do that.
+    """
     if not step.update.reads_direction:
         return {n: z[n].new_zeros(()).expand_as(z[n]) for n in step.directed}
     return None if after is None else step.update.direction_between(z, after, step.directed)
@@ -48,9 +52,9 @@ def pull_through(
     evaluate: Callable[[Step, Inside], Evaluated],
     known: State | None = None,
 ) -> Pulled:
-    """a·∂Φ/∂z and a·∂Φ for what is wanted; `evaluate` gives the step's direction with a graph.
+    """Return a·∂Φ/∂z, and a·∂Φ for each wanted tensor; `evaluate` returns the direction of the step with a graph.
 
-    For weights whose direction has a graph but no numbers, `known` has the numbers.
+    `known` has the values of directions that have a graph but no values.
     """
     binding = step.binding
     with binding.inside(z, buffers, graph=True, statistics=bool(binding.moving)) as inside:
@@ -58,7 +62,7 @@ def pull_through(
         numbers = {n: x for n, x in (known or {}).items() if n in found.without_value}
         direction = {**binding.mean_of_direction(found.direction), **numbers}
         after_update = step.update.pull(z, direction, a, wanted)
-        # a buffer that the step made state is not among what it was given
+        # a buffer that became part of the state in this step is not among inside.statistics
         followed = {n: b for n, b in found.buffers.items() if n in inside.statistics or (n in a and b.requires_grad)}
         outputs = {**found.direction, **followed}
         share = binding.share
@@ -89,9 +93,9 @@ def joined(
     to: State,
     values: State,
 ) -> Pulled:
-    """a·∂Υ/∂(z, λ) + ∇_(w, λ) ⟨∇ℓ, u⟩, summed over the ranks for the weights. `through_gradient` is used up.
+    """Return a·∂Υ/∂(z, λ) + ∇_(w, λ) ⟨∇ℓ, u⟩, summed over the ranks for the weights; `through_gradient` is emptied.
 
-    Υ leaves `statistics` alone: their adjoint is what came through the losses.
+    Υ does not change `statistics`, so their adjoint comes from the losses alone.
     """
     binding = step.binding
     parameters = binding.parameters

@@ -1,14 +1,14 @@
 """Forward over reverse, block by block: the derivative of a step in about the memory of a plain training step.
 
 ∇_(w, λ) ⟨∇ℓ, u⟩ is the tangent of the gradient of ℓ along u, if ∇ℓ is a gradient: second derivatives are symmetric. So
-the losses run on dual numbers (w, u), and one backward pass gives gradients whose tangents are what is wanted. A block
-f, one of the repeated modules of the model, keeps no more than its input x and the tangent ẋ of that:
+the losses run on dual numbers (w, u), and one backward pass gives gradients whose tangents are the result. A block f,
+which is one of the repeated modules of the model, keeps only its input x and the tangent ẋ of x:
 
     forward    y, ẏ from (x, ẋ), without a graph
     backward   given ȳ and its tangent: run f again; x̄, θ̄ = ∇⟨ȳ, f⟩, with a graph; then the tangents of x̄ and θ̄ are
                ∇_(x, θ) [⟨(x̄, θ̄), (ẋ, u_θ)⟩ + ⟨ȳ̇, f⟩]
 
-What lies outside of the blocks runs on dual numbers as it is. (Kemaev et al. 2025, MixFlow-MG, is the idea in JAX.)
+Operations outside the blocks run on dual numbers unchanged. (Kemaev et al. 2025, MixFlow-MG, have the idea in JAX.)
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ _tangents_enabled = forward_ad._set_fwd_grad_enabled  # pyright: ignore[reportPr
 
 
 class Unsuited(RuntimeError):
-    """Why a step can't be differentiated block by block."""
+    """The reason why a step can't be differentiated block by block."""
 
 
 class BlockByBlock:
-    """A pullback that goes through the chosen modules one by one; if that can't be done, it warns and uses `lean`."""
+    """A pullback that differentiates the chosen modules one by one; if that can't be done, it warns and uses `lean`."""
 
     def __init__(self, which: Which = "auto") -> None:
-        self._which, self._off = checked(which), False
+        self._which, self._disabled = checked(which), False
 
     def __call__(
         self, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
     ) -> Pulled:
         binding = step.binding
-        if self._off:
+        if self._disabled:
             return lean.pull(step, z, buffers, a, wanted, after)
         modes, random = [m.training for m in binding.modules], random_states(binding.devices)
-        found, why = None, "another rank can't go block by block"
+        found, why = None, "another rank can't differentiate its step block by block"
         try:
             found = self._pull(step, z, buffers, a, wanted, after)
         except Unsuited as error:
             why = str(error)
         if binding.all_agree(found is not None) and found is not None:
             return joined(step, *found)
-        self._off = True
-        set_modes(binding.modules, modes)  # `lean` begins where this began
+        self._disabled = True
+        set_modes(binding.modules, modes)  # `lean` starts under the same conditions
         set_random_states(random)
         warnings.warn(
-            f"bilevel.Reverse: blocks= is off for this loop, which takes the memory of whole steps: {why}.",
+            f"bilevel.Reverse: blocks= is off for this loop, which therefore needs the memory of whole steps: {why}.",
             stacklevel=2,
         )
         return lean.pull(step, z, buffers, a, wanted, after)
@@ -78,17 +78,20 @@ class BlockByBlock:
     def _pull(
         self, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None
     ) -> _Found:
-        """The parts of the derivative, which are still to be joined with those of other ranks."""
+        """Return the parts of the derivative that `joined` adds up, over the ranks too."""
         binding = step.binding
         if not binding.own_parameters:
-            raise Unsuited("with tasks= the weights have a dimension that blocks do not know of")
+            raise Unsuited("with tasks= the weights have a task dimension, which blocks= does not support")
         if binding.stops_gradients:
             raise Unsuited("a loss calls stop_gradient, and the derivative of its gradient is not symmetric")
         if hooks_on_saved is None:
-            raise Unsuited(f"torch {torch.__version__} does not tell of hooks on saved tensors; a later release does")
+            raise Unsuited(f"torch {torch.__version__} can't list the hooks on saved tensors; a later release can")
         modules = chosen(binding.model, self._which)
         if not modules:
-            raise Unsuited("the model has no ModuleList or Sequential with several modules of one class; name a class")
+            raise Unsuited(
+                "the model has no ModuleList or Sequential with several modules of one class; give a class of modules "
+                "to blocks="
+            )
         tangents = _Tangents(step, z, buffers, wanted, modules)
         d = known_direction(step, z, after)
         if d is None:
@@ -97,7 +100,7 @@ class BlockByBlock:
         self._check_symmetry(step, tangents)
         update = step.update.pull(z, d, a, wanted, end=False)
         del d
-        if not step.terms:  # a step on what was gathered, or one of several ranks without a part: an update alone
+        if not step.terms:  # an update alone: a step on accumulated gradients, or a rank without samples
             return update, {}, binding.statistics, [None] * len(wanted), {}, {}
         u, update.cotangent = update.cotangent, {}
         if binding.share != 1:
@@ -106,9 +109,10 @@ class BlockByBlock:
         return update, through, binding.statistics, of_wanted, {}, values
 
     def _check_symmetry(self, step: Step, tangents: _Tangents) -> None:
-        """⟨v, H·u⟩ = ⟨u, H·v⟩ for random u and v, where H·u are tangents of the gradient: once for losses of a model.
+        """Check ⟨v, H·u⟩ = ⟨u, H·v⟩ for random u and v, once for a model with its losses.
 
-        It is not so where something on the way changes the gradient: then it is not the gradient of a function.
+        H·u is the tangent of the gradient along u. The identity fails where an operation changes the gradient, which
+        then is not the gradient of a function.
         """
         binding = step.binding
         key = binding.structure, step.only, tuple((t.name, code_of(t.loss)) for t in step.terms)
@@ -126,14 +130,14 @@ class BlockByBlock:
         size = max(sizes)
         if not size.is_meta and abs(products[0] - products[1]) > torch.finfo(size.dtype).eps ** 0.5 * size:
             raise Unsuited(
-                "the derivative of a gradient is not symmetric, since something changes the gradient on its way (an "
-                "autograd.Function whose backward is not that of its forward)"
+                "the derivative of the gradient is not symmetric, since an operation changes the gradient (such as an "
+                "autograd.Function whose backward is not the derivative of its forward)"
             )
         _SYMMETRIC.add(key)
 
 
 _Found = tuple[PulledUpdate, dict[str, Tensor | None], Sequence[str], Sequence[Tensor | None], State, State]
-_SYMMETRIC: set[object] = set()  # what was found to be so: models with their losses
+_SYMMETRIC: set[object] = set()  # models with their losses that passed the check
 
 
 class _Tangents:
@@ -146,13 +150,16 @@ class _Tangents:
         self._wanted, self._modules = wanted, modules
 
     def at_random(self, names: Sequence[str], seed: int) -> Generator[tuple[str, Tensor]]:
-        """Normal numbers in the shapes of these weights, the same for a seed; one tensor at a time."""
+        """Yield normal numbers in the shapes of these weights, one tensor at a time, reproducibly by the seed."""
         generator = torch.Generator().manual_seed(seed)
         for n in names:
             yield n, torch.randn(self._z[n].shape, generator=generator).to(self._z[n])
 
     def along(self, u: State, a: State) -> tuple[dict[str, Tensor | None], Sequence[Tensor | None], State]:
-        """∇_w ⟨∇ℓ, u⟩ by name, the same for what is wanted, and the losses; for statistics b, a·∂b⁺. u is used up."""
+        """Return ∇⟨∇ℓ, u⟩ for the weights by name, and for the wanted tensors, and the losses; u is emptied.
+
+        For running statistics b, a·∂b⁺ is added.
+        """
         step, z, binding = self._step, self._z, self._step.binding
         _load_forward_mode()
         statistics = bool(binding.moving)
@@ -161,7 +168,7 @@ class _Tangents:
             forward_ad.dual_level(),
         ):
             with torch.no_grad():
-                for n in list(u):  # let go one by one, since the parameter has a copy of its own
+                for n in list(u):  # free each tensor of u once it is copied into the dual number
                     inside.leaves[n].copy_(forward_ad.make_dual(z[n], u.pop(n)))
             binding.note_versions()
             blocks = _Blocks(step, inside, self._wanted)
@@ -187,7 +194,7 @@ class _Tangents:
 
 
 class _Blocks:
-    """The blocks of one evaluation of a step on dual numbers, and the sums of tangents that they give."""
+    """The blocks of one evaluation of a step on dual numbers, and the sums of their tangents."""
 
     dual: _OnDualNumbers
 
@@ -197,17 +204,19 @@ class _Blocks:
         self.tangents = {id(p): t for p in inside.leaves.values() if (t := tangent_of(p)) is not None}
         self.outer = {id(x) for x in (*inside.leaves.values(), *inside.statistics.values(), *wanted)}
         self.sums: dict[int, Tensor] = {}
-        self.anchor = torch.zeros((), requires_grad=True)  # so that a block on data has a backward
-        self.running = False  # a block, or what it is made of
+        self.anchor = torch.zeros(
+            (), requires_grad=True
+        )  # makes autograd run the backward of a block whose inputs need no gradient
+        self.running = False  # a block or a module inside it
         self.going_back = False
 
     def tangents_of_gradient(
         self, outputs: Sequence[Tensor], along: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The tangents of the gradients for these inputs."""
+        """Return the tangents of the gradients for these inputs."""
         self.going_back = True
         with full_precision(), explained(), _unsuited("the gradient of a loss"):
-            # the anchor is asked for as well: else autograd would leave out a block that no input lies behind
+            # with the anchor among the inputs, autograd does not skip a block whose inputs need no gradient
             gradients = grad(outputs, [*inputs, self.anchor], along, retain_graph=self.retain_graph)[:-1]
         tangents = [None if g is None else tangent_of(g) for g in gradients]
         del gradients
@@ -215,12 +224,12 @@ class _Blocks:
 
     def add(self, x: Tensor, tangent: Tensor | None) -> None:
         if tangent is not None:
-            before = self.sums.get(id(x))  # not in place: autograd may give one tensor for two inputs
+            before = self.sums.get(id(x))  # not in place: autograd may return one tensor for two inputs
             self.sums[id(x)] = tangent if before is None else before + tangent
 
     @contextmanager
     def installed(self, modules: Sequence[nn.Module]) -> Generator[None]:
-        """While this lasts, each of the modules runs as a block."""
+        """Run each of the modules as a block inside this context."""
         before = [(vars(m), vars(m).get("forward")) for m in modules]
         for m in modules:
             vars(m)["forward"] = self._as_block(m, m.forward)
@@ -235,7 +244,7 @@ class _Blocks:
 
     @contextmanager
     def replaying(self) -> Generator[None]:
-        """While this lasts, blocks inside of the one that is run again are parts of it."""
+        """Run nested blocks as plain parts of the block that is replayed, inside this context."""
         self.running = self.inside.taking.replaying_block = True
         try:
             yield
@@ -256,7 +265,7 @@ class _Blocks:
 
 
 class _Call:
-    """One call of a block: its inputs with their tangents, and what else it takes to run it again."""
+    """One call of a block: its inputs with their tangents, and everything else that is needed to replay it."""
 
     def __init__(
         self, blocks: _Blocks, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -269,7 +278,7 @@ class _Call:
             if not isinstance(x, _PLAIN):
                 raise Unsuited(
                     f"a block ({type(module).__name__}) is given a {type(x).__name__}, which it may change; a Hugging "
-                    "Face model takes no cache with model.config.use_cache = False"
+                    "Face model passes no cache with model.config.use_cache = False"
                 )
         self._modules = tuple(module.modules())
         self._modes = [m.training for m in self._modules]
@@ -277,7 +286,7 @@ class _Call:
         self._buffers = binding.buffers_of(self._modules)
 
     def run(self) -> Any:
-        """The block's result on dual numbers, with a graph that is this call and nothing else."""
+        """Run the block on dual numbers; the graph of the result is a single node, this call."""
         blocks, binding, buffers = self._blocks, self._blocks.binding, self._buffers
         leaves: list[Any] = self._leaves
         inputs: list[Tensor] = [x for x in (*leaves, *buffers.values()) if is_tracked(x)]
@@ -294,8 +303,8 @@ class _Call:
         if versions != [x._version for x in leaves if isinstance(x, Tensor)]:
             raise Unsuited("a block changes its input in place")
         self._random = drawn_from(random, random_states(binding.devices))
-        # A result that is one of the arguments passes by the block. Any other may depend on weights, whether or not
-        # they have a tangent; what does not has no graph when the block is run again.
+        # A result that is one of the arguments bypasses the block. Any other may depend on weights, whether or not
+        # they have a tangent; if it does not, it has no graph in the replay.
         self._results = [i for i, y in enumerate(results) if is_real(y) and not any(y is x for x in leaves)]
         self._moved = [n for n, b in after.items() if n in blocks.inside.statistics and is_real(b)]
         outputs: list[Tensor] = [*(results[i] for i in self._results), *(after[n] for n in self._moved)]
@@ -314,8 +323,8 @@ class _Call:
         return pytree.tree_unflatten(results, spec)
 
     @contextmanager
-    def _again(self, products: LeanProducts) -> Generator[tuple[list[Tensor], list[Tensor]]]:
-        """The block run again, with a graph: leaves for its inputs, and its outputs. No number is dual in here."""
+    def _replay(self, products: LeanProducts) -> Generator[tuple[list[Tensor], list[Tensor]]]:
+        """Run the block again with a graph, on plain numbers; return the leaves for its inputs, and its outputs."""
         binding = self._blocks.binding
         now, modes = binding.buffers_of(self._modules), [m.training for m in self._modules]
         random = None if self._random is None else random_states(binding.devices)
@@ -341,14 +350,14 @@ class _Call:
                 set_random_states(random)
 
     def back(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """From dual gradients for the outputs those for the inputs; tangents for all else are added to the sums."""
+        """Return dual gradients for the inputs from those for the outputs, and add all other tangents to the sums."""
         blocks, inside = self._blocks, self._blocks.inside
         if not blocks.going_back:
             raise Unsuited("a loss takes a derivative of its own through a block")
         along = [None if g is None else primal_of(g).detach() for g in gradients]
         tangents = [None if g is None else tangent_of(g) for g in gradients]
         since, products = sequence_number(), LeanProducts(inside.weights.values(), inside.taking)
-        with self._again(products) as (inputs, outputs):
+        with self._replay(products) as (inputs, outputs):
             used = _leaves_read(outputs, since)
             moving = [x for x in used if id(x) in blocks.tangents]
             inside.taking.on = True
@@ -372,7 +381,7 @@ class _Call:
 
 
 class _Block(torch.autograd.Function):
-    """The outputs of a call that was run already, whose backward runs it again."""
+    """The outputs of a call that was run already, with a backward that replays it."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, anchor: Tensor, outputs: list[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -387,7 +396,7 @@ class _Block(torch.autograd.Function):
 
 
 class _Tracked:
-    """An input of a block that has a derivative, without its graph."""
+    """An input of a block that has a derivative, kept without its graph."""
 
     def __init__(self, x: Tensor) -> None:
         self.tensor = primal_of(x).detach()
@@ -398,14 +407,14 @@ class _Tracked:
 
 @functools.cache
 def _load_forward_mode() -> None:
-    """Import what torch imports at the first dual number, which warns of torch's own use of torch.jit."""
+    """Import what torch imports at the first dual number, without its warning about torch.jit."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         importlib.import_module("torch._decomp.decompositions_for_jvp")
 
 
 def tangent_of(x: Tensor) -> Tensor | None:
-    """The tangent of a dual number, without a graph."""
+    """Return the tangent of a dual number, without a graph."""
     tangent = forward_ad.unpack_dual(x).tangent
     return None if tangent is None else tangent.detach()
 
@@ -415,26 +424,26 @@ def primal_of(x: Tensor) -> Tensor:
 
 
 def as_dual(x: Tensor, tangent: Tensor | None) -> Tensor:
-    """(x, tangent), where no tangent is 0."""
+    """Return the dual number (x, tangent), or x itself if the tangent is None."""
     return x if tangent is None else forward_ad.make_dual(x, tangent)
 
 
 def is_real(x: Any) -> bool:
-    """Whether it is a tensor that can have a derivative."""
+    """Whether x is a tensor that can have a derivative."""
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def is_tracked(x: Any) -> bool:
-    """Whether it is a tensor that has one: it depends on a weight, or on what is wanted."""
+    """Whether x is a tensor with a derivative: it depends on a weight or on a wanted tensor."""
     return is_real(x) and (x.requires_grad or tangent_of(x) is not None)
 
 
 class _OnDualNumbers(TorchFunctionMode):
-    """The losses of a step on dual numbers.
+    """A mode in which the losses of a step run on dual numbers.
 
-    What a loss computes under torch.no_grad is a constant in the direction and in its derivative. Double backward sees
-    it so by itself; forward mode knows of no such switch, and gets one here. In a block, operations run without a
-    graph, while grad mode stays as the block expects it.
+    Tensors that a loss computes under torch.no_grad are constants in the direction and in its derivative. Double
+    backward treats them so by itself. Forward mode ignores torch.no_grad, so this mode stops tangents there. In a
+    block, operations run without a graph, while grad mode stays as the block expects it.
     """
 
     def __init__(self) -> None:
@@ -444,8 +453,8 @@ class _OnDualNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._on and not self.in_block and hooks_on_saved is not None and hooks_on_saved(True) is not None:
             raise Unsuited(
-                "a part of a loss that is in no block runs under activation checkpointing, or other hooks on saved "
-                "tensors, which drop tangents; name that part as a block"
+                "a part of a loss outside the blocks runs under activation checkpointing, or other hooks on saved "
+                "tensors, which drop tangents; make that part a block"
             )
         if func is torch._C._set_grad_enabled:  # pyright: ignore[reportPrivateUsage]
             if self._on:
@@ -459,7 +468,7 @@ class _OnDualNumbers(TorchFunctionMode):
 
     @contextmanager
     def without_graphs(self) -> Generator[None]:
-        """While this lasts, operations leave no graph."""
+        """Record no graph inside this context."""
         self._without_graphs = True
         try:
             yield
@@ -468,7 +477,7 @@ class _OnDualNumbers(TorchFunctionMode):
 
     @contextmanager
     def off(self) -> Generator[None]:
-        """While this lasts, forward mode propagates no tangents."""
+        """Propagate no tangents inside this context."""
         before, self._on = self._on, False
         try:
             yield
@@ -477,10 +486,10 @@ class _OnDualNumbers(TorchFunctionMode):
 
 
 def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
-    """F.embedding, whose row `padding_idx` has no gradient: along the direction of a step it does not move.
+    """Compute F.embedding with a tangent of 0 in the row `padding_idx`, which a step does not change.
 
-    The gradient is no longer that of a function then, and its derivative not symmetric. With a tangent that is 0 in
-    that row, and gradients that go to it all the same, the tangents of these are what they should be.
+    Dropping the gradient of that row makes the derivative of the gradient unsymmetric. So the row keeps its gradient
+    here, and only its tangent is 0, which makes the tangents of all gradients right.
     """
     tangent = tangent_of(weight)
     if padding_idx is not None and tangent is not None:
@@ -492,14 +501,14 @@ def _embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *a
 
 @contextmanager
 def _unsuited(what: str) -> Generator[None]:
-    """Turn an error of code that ran well on plain numbers into the reason not to go block by block."""
+    """Turn an error on dual numbers, of code that runs on plain numbers, into an `Unsuited`."""
     try:
         yield
     except (Unsuited, MemoryError):
         raise
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise Unsuited(f"{what} does not run on dual numbers, or not once more ({why[:160]})") from error
+        raise Unsuited(f"{what} does not run on dual numbers, or not a second time ({why[:160]})") from error
 
 
 # --- graphs of a block ---
@@ -512,7 +521,7 @@ def _vjp(
     *,
     create_graph: bool = False,
 ) -> Sequence[Tensor | None]:
-    """Σ along·∂output for every input, over the outputs that have a graph and something to go along."""
+    """Return Σ along·∂output for every input, over the outputs that have a graph and an `along`."""
     pairs = [(y, a) for y, a in zip(outputs, along, strict=True) if y is not None and a is not None and y.requires_grad]
     if not pairs or not inputs:
         return [None] * len(inputs)
@@ -523,14 +532,16 @@ def _vjp(
 
 
 def _leaves_read(outputs: Sequence[Tensor], since: int) -> list[Tensor]:
-    """The leaves that a block's graph ends in."""
+    """Return the leaves of a block's graph."""
     found: list[Tensor] = []
     for node in nodes(outputs):
         leaf = leaf_of(node)
         if leaf is not None:
             found.append(leaf)
         elif node._sequence_nr() < since:
-            raise Unsuited("a block uses a tensor with a graph that was made outside of it, and is no argument of it")
+            raise Unsuited(
+                "a block uses a tensor with a graph that was made outside it and is not one of its arguments"
+            )
     return found
 
 
@@ -547,7 +558,7 @@ def _autocast(kinds: dict[str, tuple[bool, torch.dtype]]) -> Generator[None]:
 
 
 def checked(which: Any) -> Which:
-    """The choice of `blocks=`, or an error that says what it takes."""
+    """Return the choice of `blocks=`, or raise an error that lists what it takes."""
     several: list[Any] = list(which) if isinstance(which, (list, tuple, set, nn.ModuleList)) else [which]
     if which != "auto" and not (several and all(isinstance(x, nn.Module) or _is_class(x) for x in several)):
         raise TypeError(
@@ -562,7 +573,7 @@ def _is_class(x: Any) -> bool:
 
 
 def chosen(model: nn.Module, which: Which) -> list[nn.Module]:
-    """The modules of the model that are blocks. One inside of another runs as a part of it."""
+    """Return the modules of the model that are blocks. A block inside another one runs as a part of it."""
     modules = list(model.modules())
     if which == "auto":
         return _repeated(modules)
@@ -571,16 +582,16 @@ def chosen(model: nn.Module, which: Which) -> list[nn.Module]:
     missing = [x for x in several if not any(m is x or (_is_class(x) and isinstance(m, x)) for m in found)]
     if missing:
         raise ValueError(
-            f"bilevel.Reverse: blocks= names {getattr(missing[0], '__name__', type(missing[0]).__name__)}, and the "
-            "model has no such module."
+            f"bilevel.Reverse: blocks= names {getattr(missing[0], '__name__', type(missing[0]).__name__)}, but the "
+            "model has no such module. Name a class of modules that the model has, or modules of the model."
         )
     return found
 
 
 def _repeated(modules: list[nn.Module]) -> list[nn.Module]:
-    """Modules of several layers that stand in a ModuleList or Sequential with another of their class.
+    """Return modules of several layers that are in a ModuleList or Sequential with another module of their class.
 
-    Of those inside of one another, the smallest: a stage of a network is made of blocks.
+    Of nested ones, the smallest are returned, since a stage of a network is made of blocks.
     """
     found: dict[int, nn.Module] = {}
     for holder in modules:

@@ -1,7 +1,7 @@
 """The gradient of a step and its pullback as two pure functions under torch.compile; the update stays as it is.
 
-No graph lives between the two, and what the pullback does not need of the gradient (its value, for one) is never
-computed. A step of a kind that was not seen before runs eagerly, since that is how the outer variables are found.
+No graph lives between the two functions, and the pullback computes only those parts of the gradient that it needs (not
+its value, for example). The first step of each kind runs eagerly, since its graph shows which outer variables it uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST = 8
 
 
 class _Functions:
-    """For one model and its losses: the gradient, and its pullback."""
+    """The compiled gradient and the compiled pullback of one model with its losses."""
 
     def __init__(self, binding: Binding, losses: Sequence[Loss], only: frozenset[str] | None) -> None:
         self._seen: list[Tensor] = []
@@ -70,7 +70,7 @@ class _Functions:
         return torch.compile(own, fullgraph=True, dynamic=False, backend=self._watched)
 
     def _watched(self, graph: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
-        """Inductor's code, which also notes what the graph was given: closed-over tensors are among it."""
+        """Compile a graph by Inductor, and record the tensors that it is called with, closed-over ones included."""
         run: Callable[..., Any] = lookup_backend("inductor")(graph, example)
 
         def watched(*args: Any) -> Any:
@@ -80,7 +80,7 @@ class _Functions:
         return watched
 
     def gradient(self, z: State, *args: Any) -> tuple[State, list[Tensor], State, list[Tensor]]:
-        """The direction, the losses, the buffers, and the tensors that require grad."""
+        """Return the direction, the losses, the buffers, and the tensors that require grad."""
         with config.patch(trace_autograd_ops=True):
             d, values, buffers = self._gradient({n: x.detach() for n, x in z.items()}, *args)
         d = {n: x for n, x in d.items() if x is not None}
@@ -97,10 +97,11 @@ class _Functions:
         wanted: Sequence[Tensor],
         seen: Sequence[Tensor],
     ) -> tuple[Sequence[Tensor | None], list[Tensor]]:
-        """∇_(w, λ) ⟨∇ℓ, u⟩ for what is wanted of the tensors that the gradient has seen; None for any other.
+        """Return ∇_(w, λ) ⟨∇ℓ, u⟩ for the wanted tensors that the gradient has used; None for any other.
 
-        There is a function for each choice of them: torch's compiler has no guard on an argument being the same tensor
-        as a closed-over one, and a function that was compiled for one outer variable would take it for another.
+        A function is compiled for each choice of them. torch's compiler does not guard against an argument being the
+        same tensor as a closed-over one, so a function that was compiled for one outer variable could return the
+        gradient of another.
         """
         places = {id(x): i for i, x in enumerate(seen)}
         read = [x for x in wanted if id(x) in places]
@@ -115,7 +116,7 @@ class _Functions:
 
 
 def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function whose code object is new: the compiler counts recompilations by it, and gives up at the ninth."""
+    """Return the function with a new code object, since the compiler allows eight recompilations of each."""
     code = function.__code__.replace()
     return types.FunctionType(
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -123,34 +124,34 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _kind(step: Step) -> object:
-    """Steps of one kind run the same code."""
+    """Return a key that is equal for steps that run the same code."""
     return step.only, *((t.name, t.loss) for t in step.terms)
 
 
 class Compiler:
-    """What the steps of one loop share: which kinds of steps were seen, and whether to go on compiling."""
+    """The state that the compiled steps of one loop share: the kinds of steps so far, and whether compiling is off."""
 
     def __init__(self) -> None:
         self._kinds: set[object] = set()
-        self.off = False
-        self._warned = False  # that steps in parts are not compiled
+        self.disabled = False
+        self._warned = False  # whether the user was warned that steps with micro= are not compiled
 
     def step(self, *args: Any) -> Step:
         return CompiledStep(self, *args)
 
     def is_known(self, step: Step) -> bool:
-        return not self.off and step.micro is None and _kind(step) in self._kinds and bool(step.terms)
+        return not self.disabled and step.micro is None and _kind(step) in self._kinds and bool(step.terms)
 
-    def look_at(self, step: Step, before: list[bool], draws: bool) -> None:
-        """After the first, eager, step of a kind: can those like it be compiled?"""
-        if self.off:
+    def examine(self, step: Step, before: list[bool], draws: bool) -> None:
+        """After the first step of a kind, which runs eagerly, decide whether steps of this kind can be compiled."""
+        if self.disabled:
             return
         if step.micro is not None:
             if not self._warned:
                 self._warned = True
                 warnings.warn(
-                    "bilevel.Reverse: compile=True leaves out steps with micro=, which run eagerly: the graph of one "
-                    "part is let go before that of the next is made.",
+                    "bilevel.Reverse: compile=True does not apply to steps with micro=, which run eagerly, so that the "
+                    "graph of one part is freed before that of the next is made.",
                     stacklevel=2,
                 )
             return
@@ -161,46 +162,46 @@ class Compiler:
             a and b for a, b, m in zip(before, after, binding.modules, strict=True) if isinstance(m, NORMALISATIONS)
         ]
         if not hasattr(config, "trace_autograd_ops"):
-            self.give_up(f"torch {torch.__version__} can't compile torch.autograd.grad; a later release can")
+            self.disable(f"torch {torch.__version__} can't compile torch.autograd.grad; a later release can")
         elif draws:
-            self.give_up("the step draws random numbers, and compiled code would draw others")
+            self.disable("the step draws random numbers, and compiled code would draw others")
         elif binding.aux.get("h") is not None or binding.aux.get("g") is not None:
-            self.give_up("a loss returns something beside its value")
+            self.disable("a loss returns more than its value")
         elif binding.stops_gradients:
-            self.give_up("a loss calls stop_gradient, which compiled code does not see")
+            self.disable("a loss calls stop_gradient, which compiled code would ignore")
         elif binding.padded:
-            self.give_up("the model has an nn.Embedding with padding_idx, whose compiled second derivative is wrong")
+            self.disable("the model has an nn.Embedding with padding_idx, whose compiled second derivative is wrong")
         elif binding.weight_norm:
-            self.give_up("the model has weight_norm, whose compiled second derivative is wrong")
+            self.disable("the model has weight_norm, whose compiled second derivative is wrong")
         elif binding.moving and not all(judged):
-            self.give_up("a loss reads running statistics in eval mode, whose derivative is not compiled")
+            self.disable("a loss uses running statistics in eval mode, whose derivative is not compiled")
         elif any(torch.is_autocast_enabled(kind) for kind in binding.device_types):
-            self.give_up("it is under autocast")
+            self.disable("the step runs under autocast")
 
-    def give_up(self, why: str) -> None:
-        self.off = True
+    def disable(self, why: str) -> None:
+        self.disabled = True
         warnings.warn(f"bilevel.Reverse: compile=True is off for this loop, which runs eagerly: {why}.", stacklevel=2)
 
     def failed(self, error: Exception) -> None:
-        if not self.off:
-            self.give_up(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
+        if not self.disabled:
+            self.disable(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
 
 
 class CompiledStep(Step):
-    """Φ_k whose gradient is compiled, if a step like it was run before."""
+    """The step Φ_k with a compiled gradient, if a step of its kind was run before."""
 
     __slots__ = ("_compiler", "_seen")
 
     def __init__(self, compiler: Compiler, *args: Any) -> None:
         super().__init__(*args)
         self._compiler = compiler
-        self._seen: Sequence[Tensor] | None = None  # what its compiled gradient read that requires grad
+        self._seen: Sequence[Tensor] | None = None  # the tensors that require grad which its compiled gradient used
 
     def arguments(self, buffers: State, z: State) -> tuple[Any, ...]:
         like = next(iter(self.binding.parameters.values()))
         rates = [torch.as_tensor(c, dtype=like.dtype, device=like.device) for c in self.weights]
         held = {n: (z[n] if n in z else buffers[n]).detach() for n in self.binding.buffers}
-        # tensors of their own: the compiler does not notice that a batch is no longer what a loss closes over
+        # new tensors: the compiler does not notice when a batch is no longer the tensor that a loss closes over
         own = [map_tensors(lambda x: x if x.requires_grad else x.detach(), t.batch) for t in self.terms]
         return rates, held, own
 
@@ -239,13 +240,13 @@ class CompiledStep(Step):
         before, random = [m.training for m in binding.modules], torch.get_rng_state()
         moved = super().move(z, buffers, graph=graph, within=within)
         if not self._compiler.is_known(self):
-            self._compiler.look_at(self, before, not torch.equal(random, torch.get_rng_state()))
+            self._compiler.examine(self, before, not torch.equal(random, torch.get_rng_state()))
         return moved
 
     def compiled_pull(
         self, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None
     ) -> Pulled | None:
-        """a·∂Φ by compiled functions, or None where they can't."""
+        """Return a·∂Φ by compiled functions, or None if there are none for this step."""
         binding = self.binding
         if self._seen is None or not self._compiler.is_known(self) or any(n in a for n in binding.statistics):
             return None
@@ -270,6 +271,6 @@ class CompiledStep(Step):
 def pull(
     step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
 ) -> Pulled:
-    """The compiled pullback of a compiled step; for any other the lean one."""
+    """Apply the compiled pullback if the step is compiled, and the lean one otherwise."""
     found = step.compiled_pull(z, buffers, a, wanted, after) if isinstance(step, CompiledStep) else None
     return lean.pull(step, z, buffers, a, wanted, after) if found is None else found

@@ -1,10 +1,9 @@
-"""Double backward without the numbers of the gradient.
+"""Double backward without the values of the gradient.
 
-∇⟨∇ℓ, u⟩ takes the graph of ∇ℓ, not its numbers, unless the update reads them and the states before and after the step
-do not tell them (Adam's do). Where a weight enters ℓ as y = op(x, w),
-a linear layer or a convolution, its gradient is a product of x and ∂ℓ/∂y, as large as those of a training step, that
-nobody would read. It is left out: `_WithoutValue` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its
-numbers.
+∇⟨∇ℓ, u⟩ needs the graph of ∇ℓ, and not its values, unless the update reads them and they can't be recovered from the
+states before and after the step (for Adam they can). Where a weight enters ℓ as y = op(x, w), a linear layer or a
+convolution, its gradient is a product of x and ∂ℓ/∂y. It costs as much as in a training step, and its values are not
+needed. So it is not computed: `_WithoutValue` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its values.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 def pull(
     step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
 ) -> Pulled:
-    """∇⟨∇ℓ, u⟩ without the numbers of ∇ℓ; by `plain` where they are not known otherwise, or losses are vmapped."""
+    """Compute ∇⟨∇ℓ, u⟩ without the values of ∇ℓ, or by `plain` if the update needs them or the losses are vmapped."""
     known = known_direction(step, z, after)
     if known is None or step.binding.vmaps_losses:
         return plain.pull(step, z, buffers, a, wanted)
@@ -51,7 +50,7 @@ def _evaluate(step: Step, inside: Inside) -> Evaluated:
 
 
 class _Op(ABC):
-    """y = op(x, w) + b, linear in x and in w."""
+    """An operation y = op(x, w) + b that is linear in x and in w."""
 
     def fits(self, x: Tensor, w: Tensor) -> bool:
         return x.dtype == w.dtype
@@ -61,7 +60,7 @@ class _Op(ABC):
 
     @abstractmethod
     def back(self, y: Tensor, x: Tensor, w: Tensor, wanted: tuple[bool, bool, bool]) -> Grads:
-        """From a gradient for y those for x, w and b, as far as they are wanted, in differentiable operations."""
+        """Return the wanted gradients for x, w and b from the gradient for y, in differentiable operations."""
 
 
 @dataclass
@@ -119,7 +118,7 @@ _OPS: dict[object, Callable[..., tuple[Tensor, Tensor, Tensor | None, _Op]]] = {
 
 
 class LeanProducts(TorchFunctionMode):
-    """While this is on, products with these weights have gradients `_WithoutValue`, only in `taking_gradient`."""
+    """A mode in which products with these weights have gradients `_WithoutValue` inside `taking_gradient`."""
 
     def __init__(self, weights: Collection[Tensor], taking: TakingDirection) -> None:
         super().__init__()
@@ -127,14 +126,14 @@ class LeanProducts(TorchFunctionMode):
         self._taking = taking
         self._casts: dict[object, Tensor] = {}
         self.leaving_out = False
-        self.without_value: set[int] = set()  # the weights, by id, whose gradient has a part that was left out
+        self.without_value: set[int] = set()  # ids of the weights whose gradient has a part without values
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _OPS and len(args) > 1 and id(args[1]) in self._ids and torch.is_grad_enabled() and _is_plain():
             x, w, b, op = _OPS[func](*args, **kwargs)
             lower, low = _autocast_type(w), w
-            if lower is not None:  # as autocast does it, but where we see it
+            if lower is not None:  # the casts of autocast, made here
                 x, low = self._cast(x, lower), self._cast(w, lower)
                 b = b if b is None else self._cast(b, lower)
             if op.fits(x, low):
@@ -144,7 +143,7 @@ class LeanProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _cast(self, x: Tensor, lower: torch.dtype) -> Tensor:
-        """x in the lower type: once for all uses of a weight in a loss, as autocast does it."""
+        """Cast x to the lower dtype, once for all uses of a weight in a loss, as autocast does."""
         if x.dtype == torch.float64:
             return x
         if not (x.is_leaf and x.requires_grad and torch.is_autocast_cache_enabled()):
@@ -156,7 +155,7 @@ class LeanProducts(TorchFunctionMode):
 
     @contextmanager
     def taking_gradient(self) -> Generator[None]:
-        """While this lasts, gradients of weights `without_value` have a graph, but their numbers are meaningless."""
+        """Compute gradients of the weights `without_value` with a graph but without values, inside this context."""
         self.leaving_out = True
         try:
             yield
@@ -171,7 +170,7 @@ def _autocast_type(w: Tensor) -> torch.dtype | None:
 
 
 def _is_plain() -> bool:
-    """Functional transforms, forward mode and activation checkpointing do not go with a function of this kind."""
+    """Whether neither functional transforms, nor forward mode, nor activation checkpointing are active."""
     outside = torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
     forward = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()  # pyright: ignore
     return outside and not forward and not checkpointing()
@@ -187,7 +186,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, y: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if y is None:  # a gradient that was stopped is none, and not zeros
+        if y is None:  # a stopped gradient is None, and not zeros
             return (None,) * 5
         x, w = ctx.saved_tensors
         wanted = tuple(ctx.needs_input_grad[2:])

@@ -1,10 +1,10 @@
 """The derivative of a step whose batch is taken in parts: any pullback, applied to one part after the other.
 
-Both d = ∇ℓ and ∇⟨∇ℓ, u⟩ are sums over the parts. The cotangent u is that of their sum: it comes from the update, which
-may read the numbers of d. So: d, summed over the parts without a graph, if the update reads it; then
-u = a·∂Υ/∂d; then, for each part, ∇⟨∇ℓ_i, u⟩. No more than the graph of one part is there at any time.
+Both d = ∇ℓ and ∇⟨∇ℓ, u⟩ are sums over the parts, and u is the cotangent of the whole sum. There are three stages. If
+the derivative of the update depends on the values of d, these are summed over the parts without a graph. Then u is
+computed, a·∂Υ/∂d. Then ∇⟨∇ℓ_i, u⟩ is computed for each part. Only the graph of one part exists at any time.
 
-The parts draw random numbers one after the other: a pullback has to leave the generators as the losses left them.
+The parts draw random numbers one after the other, so a pullback must leave the generators as the losses left them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .base import Pull, Pulled, known_direction
 def pull(
     how: Pull, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after_step: State | None
 ) -> Pulled:
-    """The pullback `how` of the step, or of each of its parts."""
+    """Apply the pullback `how` to the step, or to each of its parts."""
     if step.micro is None:
         return how(step, z, buffers, a, wanted, after_step)
     binding, update = step.binding, step.update
@@ -35,7 +35,7 @@ def pull(
     adjoint: dict[str, Tensor | None] = {**after.adjoint}
     grads, values = list(after.wanted), State()
     for part in step.parts():
-        if not part.step.terms and binding.share == 1:  # of several processes all have to take part
+        if not part.step.terms and binding.share == 1:  # of several processes, all must take part
             continue
         pulled = how(part.step, z, buffers, dict(after.cotangent), wanted, None)
         for n, x in pulled.adjoint.items():

@@ -15,7 +15,7 @@ from .base import Pulled, pull_through
 def pull(
     step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
 ) -> Pulled:
-    """∇⟨∇ℓ, u⟩ for any step."""
+    """Compute ∇⟨∇ℓ, u⟩ for any step."""
     return pull_through(step, z, buffers, a, wanted, _evaluate)
 
 
