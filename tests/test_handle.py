@@ -884,7 +884,7 @@ def test_aux_in_a_later_batch_is_refused(engine):
     with bilevel.inner(case.model, h, case.g, solver="gd", lr=RATE, engine=engine) as loop:
         aux = loop.step(HALVES[0]).aux
         for wrong in (lambda: loop.step(HALVES[0], aux), lambda: loop.accumulate(HALVES[0], before=aux)):
-            with refused("more than its value", "stop_gradient"):
+            with refused("beside its value", "stop_gradient"):
                 wrong()
         loop.step(HALVES[0])
 
