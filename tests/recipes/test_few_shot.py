@@ -181,10 +181,12 @@ def test_steps_on_g_change_the_gradient_and_every_thins_them_out() -> None:
     assert torch.equal(moved(solver=bilevel.BiGSAM(0.5)), with_g)
 
 
-def test_annealing_goes_from_the_papers_schedule_to_plain_descent() -> None:
-    assert [annealed(0, 80)(k) for k in (1, 2, 16)] == pytest.approx([1, 2**-0.25, 0.5])
-    assert annealed(40, 80)(16) == pytest.approx(0.75)
-    assert annealed(80, 80)(16) == annealed(900)(16) == 1
+def test_annealing_goes_from_the_schedule_to_plain_descent() -> None:
+    paper = bilevel.power(0.25)
+    assert [annealed(0, paper, 80)(k) for k in (1, 2, 16)] == pytest.approx([1, 2**-0.25, 0.5])
+    assert annealed(40, paper, 80)(16) == pytest.approx(0.75)
+    assert annealed(80, paper, 80)(16) == annealed(900, paper)(16) == 1
+    assert [annealed(0)(k) for k in (3, 8)] == pytest.approx([1 - 4**-0.5, 1 - 9**-0.5])
 
 
 def test_halves_share_no_query_and_every_class() -> None:

@@ -31,6 +31,7 @@ from ..models import autocast
 from .episodes import Batch, Pair
 
 Rule = Any  # a solver of bilevel_plugin
+CONVERGENT, PAPER = bilevel.convergent(), bilevel.power(0.25)  # of α
 LENGTH = 5.0  # of features on the sphere: with it t = 0.4 suits 5 ways, and 4.8 suits 60
 
 
@@ -46,13 +47,13 @@ class Method:
     split: bool = False
 
 
-def annealed(step: int, until: int = 75) -> Callable[[int], float]:
-    """α_k = 1 − (1 − k^−0.25)·(1 − step/until): the paper's schedule at first, plain descent from `until` on.
+def annealed(step: int, schedule: Callable[[int], float] = CONVERGENT, until: int = 75) -> Callable[[int], float]:
+    """α_k = 1 − (1 − schedule(k))·(1 − step/until): the schedule at first, plain descent from outer step `until` on.
 
     Steps on g help an encoder that knows nothing yet, and cost one that does: a number of steps, not a share of them.
     """
     weight = max(0.0, 1 - step / until)
-    return lambda k: 1 - weight * (1 - k**-0.25)
+    return lambda k: 1 - weight * (1 - schedule(k))
 
 
 def _bigsam(alpha: Callable[[int], Callable[[int], float]], split: bool = False) -> Method:
@@ -62,11 +63,10 @@ def _bigsam(alpha: Callable[[int], Callable[[int], float]], split: bool = False)
 SOLVERS: dict[str, Method] = {
     "gd": Method(lambda t, s, every, step: bilevel.GD(t)),
     "bigsam": _bigsam(annealed),
-    "bigsam-paper": _bigsam(lambda step: bilevel.power(0.25)),
-    "bigsam-convergent": _bigsam(lambda step: bilevel.convergent()),
+    "bigsam-paper": _bigsam(lambda step: PAPER),
+    "bigsam-paper-annealed": _bigsam(lambda step: annealed(step, PAPER)),
+    "bigsam-convergent": _bigsam(lambda step: CONVERGENT),
     "bigsam-split": _bigsam(annealed, split=True),
-    "bigsam-paper-split": _bigsam(lambda step: bilevel.power(0.25), split=True),
-    "bigsam-convergent-split": _bigsam(lambda step: bilevel.convergent(), split=True),
 }
 
 
