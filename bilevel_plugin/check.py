@@ -1,10 +1,10 @@
-"""`bilevel.gradcheck`: is the hypergradient of this problem right, and are the second derivatives it rests on?
+"""`bilevel.gradcheck` checks the hypergradient of a problem, and the second derivatives that it depends on.
 
-Both questions are put to central differences, of fourth order: with D(ε) = (f(ε) − f(−ε)) / 2ε,
+Both are compared with central differences of fourth order: with D(ε) = (f(ε) − f(−ε)) / 2ε,
 
     f′(0) = (4·D(ε) − D(2ε)) / 3 + O(ε⁴),
 
-and D(ε) − D(2ε) tells how far the differences themselves can be trusted.
+and D(ε) − D(2ε) estimates the error of the differences themselves.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What `gradcheck` found. True in a boolean context when everything holds; print it to read it."""
+    """The result of `gradcheck`. It is true in a boolean context if every comparison holds; print it to read it."""
 
     directions: list[Finding]
     second_derivatives: list[Finding]
     modules: list[str]
 
     def __bool__(self) -> bool:
-        """Nothing is wrong, the derivatives of the losses hold, and so does a direction in each of the inputs."""
-        held = {f.what.rpartition(",")[0] for f in self.directions if f.verdict == "ok"}
-        asked = {f.what.rpartition(",")[0] for f in self.directions}
-        return not self._wrong() and held == asked and all(f.verdict == "ok" for f in self.second_derivatives)
+        """Whether nothing is wrong, and the losses and one direction or more of each input passed."""
+        passed = {f.what.rpartition(",")[0] for f in self.directions if f.verdict == "ok"}
+        inputs = {f.what.rpartition(",")[0] for f in self.directions}
+        return not self._wrong() and passed == inputs and all(f.verdict == "ok" for f in self.second_derivatives)
 
     def _wrong(self) -> bool:
         return any(f.verdict == "WRONG" for f in (*self.directions, *self.second_derivatives))
@@ -115,8 +115,8 @@ def gradcheck(
     for name, x in tensors.items():
         if not x.is_leaf:
             raise ValueError(
-                f"bilevel.gradcheck: the input {name or 'given'} (shape {tuple(x.shape)}) is no leaf, so it can't be "
-                "moved to take differences. Give the leaf that it is computed from."
+                f"bilevel.gradcheck: the input {name or 'given'} (shape {tuple(x.shape)}) is not a leaf, so it "
+                "can't be moved to take differences. Give the leaf that it is computed from."
             )
     scale = _Scale.of([*tensors.values(), *model.parameters()], tol)
     binding = Binding(model, resolve_optimizer(options.get("optimizer"))[0])
@@ -165,7 +165,7 @@ def _check_directions(
 
             got = (grad * v).sum().detach()
             what = f"input {name or 'given'}, direction {j}"
-            # v is of unit size an entry, so that ‖∇‖ is the size of a typical ∇·v
+            # the entries of v have unit variance, so ‖∇‖ is the size of a typical ∇·v
             findings.append(_compare(what, got, along, scale, float(grad.norm())))
     return findings
 
@@ -176,9 +176,9 @@ def _check_second_derivatives(
     options: dict[str, Any],
     seed: int,
 ) -> tuple[list[Finding], list[str]]:
-    """The derivatives of each loss that a hypergradient takes, at the initial weights, by the sentinel's own probe.
+    """Check the derivatives of each loss that a hypergradient needs, at the initial weights, by the sentinel's probe.
 
-    Second derivatives of a loss that the steps descend, the gradient of one that they do not.
+    These are the second derivatives of a loss that the steps descend, and the gradient of any other.
     """
     findings: list[Finding] = []
     modules: list[str] = []
@@ -189,7 +189,7 @@ def _check_second_derivatives(
     try:
         for name, loss, batch in losses:
             args = as_tuple(batch)
-            if options.get("tasks") is not None:  # one task's loss is the loss
+            if options.get("tasks") is not None:  # the loss is written for one task
                 args = map_tensors(lambda x: x[0], args)
             torch.manual_seed(seed)
             z = {n: x.detach().clone() for n, x in (*binding.parameters.items(), *binding.buffers.items())}
@@ -219,7 +219,7 @@ def _check_second_derivatives(
 
 
 def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, scale: _Scale, seed: int) -> Finding:
-    """∇²f·v by double backward against differences of ∇f along v."""
+    """Compare ∇²f·v by double backward with differences of ∇f along v."""
     v = {n: _randn(x, seed) for n, x in w.items()}
 
     def gradient(step: float, create_graph: bool = False) -> tuple[State, Sequence[Tensor | None]]:
@@ -235,7 +235,7 @@ def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, scale:
         at, first = gradient(0.0, create_graph=True)
         find_leaves(value(at), at.values(), twice=True)
         dot = [(p * v[n]).sum() for n, p in zip(at, first, strict=True) if p is not None and p.requires_grad]
-        if not dot:  # linear in w: no second derivative, and none is missing unless the differences say so
+        if not dot:  # the loss seems linear in w; the differences show whether a second derivative is missing
             second: Sequence[Tensor | None] = [None] * len(at)
         else:
             second = torch.autograd.grad(torch.stack(dot).sum(), list(at.values()), allow_unused=True)
@@ -245,7 +245,7 @@ def _check_hessian(what: str, value: Callable[[State], Tensor], w: State, scale:
 
 
 def _failing_modules(binding: Binding, value: Callable[[], Tensor], seed: int) -> list[str]:
-    """The deepest modules whose own second derivatives fail, on the arguments that the loss calls them with."""
+    """Return the deepest modules whose second derivatives fail, on the arguments that the loss calls them with."""
     calls: dict[str, tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
     hooks = [
         module.register_forward_pre_hook(
@@ -258,7 +258,7 @@ def _failing_modules(binding: Binding, value: Callable[[], Tensor], seed: int) -
         for name, module in binding.model.named_modules()
     ]
     try:
-        with torch.enable_grad(), suppress(RuntimeError):  # an error of ours, which the finding has
+        with torch.enable_grad(), suppress(RuntimeError):  # the finding already has this error
             value()
     finally:
         for hook in hooks:
@@ -307,7 +307,7 @@ class _Scale:
 
 
 def _compare(what: str, got: Tensor, along: Callable[[float], Tensor], scale: _Scale, typical: float = 0.0) -> Finding:
-    """The derivative that autograd gave against central differences."""
+    """Compare the derivative by autograd with central differences."""
     error, rough = _differences(got, along, scale, 1, typical)
     if error > scale.tol:  # judge by the smallest ε whose differences are good enough, or else by the best
         tried = [_differences(got, along, scale, 1 / 8, typical), (error, rough)]
@@ -316,14 +316,14 @@ def _compare(what: str, got: Tensor, along: Callable[[float], Tensor], scale: _S
     if error <= scale.tol:
         return Finding(what, error, "ok")
     if error <= rough:
-        return Finding(what, error, "?", f"the differences are off by {rough:.1e} themselves: a kink, or rounding")
+        return Finding(what, error, "?", f"the differences have an error of {rough:.1e}: a kink, or rounding")
     return Finding(what, error, "WRONG")
 
 
 def _differences(
     got: Tensor, along: Callable[[float], Tensor], scale: _Scale, factor: float, typical: float
 ) -> tuple[float, float]:
-    """The relative error of `got`, and that of the differences: D(ε) − D(2ε), and the rounding of f over ε."""
+    """Return the relative errors of `got` and of the differences: D(ε) − D(2ε), plus the rounding of f over ε."""
     eps = scale.eps * factor
     ahead, behind = along(eps), along(-eps)
     near, far = (ahead - behind) / (2 * eps), (along(2 * eps) - along(-2 * eps)) / (4 * eps)

@@ -1,13 +1,13 @@
-"""The sentinel: are the derivatives that a hypergradient rests on those of the losses?
+"""The sentinel, which checks that the derivatives a hypergradient depends on are those of the losses.
 
 For a cotangent u of a step's gradient, and a direction v in the weights and outer variables,
 
     ⟨u, ∇ℓ(x + ε·v) − ∇ℓ(x − ε·v)⟩ / 2ε   must be   ⟨∇⟨∇ℓ(x), u⟩, v⟩,      x = (w, λ)
 
-and likewise for g itself. A `.detach()` that drops a path, a custom backward that can't be differentiated again, a
-straight-through estimator: two gradients and one pullback show whatever makes the two differ. The check runs in
-float64, because in float32 the differences are dominated by kinks and rounding. Meanwhile float64 weights take the
-places of the model's own, and every other floating-point argument of an operation is cast up.
+and likewise for g itself. Two gradients and one pullback reveal any cause that makes the two sides differ: `.detach()`
+that drops a path, a custom backward that can't be differentiated, a straight-through estimator. The check runs in
+float64, because in float32 the differences are dominated by kinks and rounding. During the check float64 weights take
+the places of the model's own, and every other floating-point argument of an operation is cast to float64.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from .step import Step, Term, gradient
 _EPSILONS = (1e-7, 1e-9, 1e-5)
 TOLERANCE = 1e-4
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
-_CHECKED: set[object] = set()  # models, by their structure, with the losses that they were checked with
+_CHECKED: set[object] = set()  # structures of models, with the losses, that were checked
 
 
 @dataclass
 class _Point:
-    """What a loss is moved along, in float64: the weights, and outer variables by the id of the user's tensor."""
+    """A point in float64 at which a loss is evaluated: weights by name, outer variables by id of the user's tensor."""
 
     weights: State
     outer: dict[int, Tensor]
@@ -55,7 +55,7 @@ class _Point:
 
 
 class Sentinel:
-    """Checks the derivatives of one loop, when its first hypergradient is taken."""
+    """Checks the derivatives of one loop when its first hypergradient is taken."""
 
     def __init__(
         self, binding: Binding, g: Loss | None, check: Literal["first", "always", False], *, sparing: bool = False
@@ -64,7 +64,7 @@ class Sentinel:
         self._sparing = sparing  # the loop is one that just fits into the memory
 
     def is_due(self, step: Step) -> bool:
-        """Whether steps like this one are still to be checked. A call that returns True marks them as checked."""
+        """Whether steps of this kind must still be checked. A call that returns True marks them as checked."""
         if self._check is False or next(iter(self._binding.parameters.values())).is_meta:
             return False
         if self._check == "always":
@@ -84,7 +84,7 @@ class Sentinel:
         outer_batch: tuple[Any, ...] | None,
         trained: Collection[str],
     ) -> None:
-        """Compare the derivatives of the last step's losses and of g, at the current weights, with differences."""
+        """Compare the derivatives of the last step's losses, and of g, with differences at the current weights."""
         conditions = conditions or Conditions(self._binding)
         u, g = None, self._g
         try:
@@ -100,21 +100,21 @@ class Sentinel:
                 if error > TOLERANCE:
                     self._warn("the gradient of g", error)
             if step.terms:
-                looked_at = Step(step.k, self._binding, terms, step.weights, step.update, step.only)
-                error = probe.second_derivative(looked_at, u, trained)
+                checked_step = Step(step.k, self._binding, terms, step.weights, step.update, step.only)
+                error = probe.second_derivative(checked_step, u, trained)
                 if error > TOLERANCE:
                     names = " and ".join(t.name for t in step.terms)
                     self._warn(f"the second derivative of {names}", error, step.k)
         except NotChecked as why:
             warnings.warn(
                 f"bilevel.inner: the derivatives of this loop could not be checked: {why}. Check them by "
-                "bilevel.gradcheck, on a small problem; check=False leaves the check out.",
+                "bilevel.gradcheck on a small problem. check=False leaves out the check and this warning.",
                 DerivativeWarning,
                 stacklevel=5,
             )
 
     def _few_samples(self, terms: Sequence[Term]) -> list[Term]:
-        """The losses on one or two samples, where memory is short: it is the code that is checked, not the data."""
+        """Where memory is short, restrict the losses to one or two samples, which run the same code."""
         if not self._sparing:
             return list(terms)
         few = 2 if any(isinstance(m, NORMALISATIONS) for m in self._binding.modules) else 1
@@ -125,7 +125,7 @@ class Sentinel:
                 if n is not None and n > few:
                     batch = split(name, batch, n // few, self._binding.batch_dimension)[0].batch
             except (TypeError, ValueError):
-                raise NotChecked(f"the batch of {name} has no few samples to look at, and memory is short") from None
+                raise NotChecked(f"memory is short, and the batch of {name} can't be split into samples") from None
             found.append(Term(name, loss, batch))
         return found
 
@@ -133,29 +133,29 @@ class Sentinel:
         """Raise if float64 weights, gradients and directions would not fit."""
         weights = self._binding.parameters.values()
         need, device = 16 * sum(p.numel() * 8 for p in weights), next(iter(weights)).device
-        if device.type in ("cpu", "cuda") and need > (there := free(device)):
-            raise NotChecked(f"it takes about {need / 1e9:.1f} GB, and {there / 1e9:.1f} GB are free")
+        if device.type in ("cpu", "cuda") and need > (available := free(device)):
+            raise NotChecked(f"the check takes about {need / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free")
 
     def _warn(self, what: str, error: float, k: int | None = None) -> None:
         at = "" if k is None else f", on the batch of step k = {k}"
         warnings.warn(
-            f"bilevel.inner: {what} is not the derivative of the loss{at}: it is off by {error:.2%} from central "
-            "differences in float64, and so the hypergradient may be wrong. Likely causes: a .detach() or "
+            f"bilevel.inner: {what} is not the derivative of the loss{at}: it differs by {error:.2%} from central "
+            "differences in float64, so the hypergradient may be wrong. Likely causes: a .detach() or "
             "torch.no_grad() that drops a dependence on the weights (bilevel.stop_gradient(x) in its place takes the "
             "same steps, and keeps the dependence), an autograd.Function whose backward can't be differentiated, a "
-            "straight-through estimator, spectral_norm in training mode. bilevel.gradcheck names the module; "
-            "check=False says that you know.",
+            "straight-through estimator, or spectral_norm in training mode. bilevel.gradcheck names the module. "
+            "check=False silences this warning.",
             DerivativeWarning,
             stacklevel=6,
         )
 
 
 class NotChecked(Exception):
-    """Why a derivative could not be compared with differences."""
+    """The reason why a derivative could not be compared with differences."""
 
 
 class Probe:
-    """Losses of one loop in float64, as functions of weights and outer variables."""
+    """The losses of one loop in float64, as functions of weights and outer variables."""
 
     def __init__(self, binding: Binding, conditions: Conditions, z: State, buffers: State) -> None:
         self._binding, self._conditions = binding, conditions
@@ -168,7 +168,7 @@ class Probe:
         binding = self._binding
         copies = {n: b.clone() for n, b in self._buffers.items()}
         weights = {n: x.detach().requires_grad_() for n, x in point.weights.items()}
-        # in the model's places, and wherever else a parameter is held: a closure over them, a list in a module
+        # the new weights replace the parameters in the model and elsewhere: in a closure, or in a list in a module
         instead = {id(p): weights[n] for n, p in binding.parameters.items()} if binding.own_parameters else {}
         with (
             self._conditions.replaying(autocast=False),
@@ -190,18 +190,18 @@ class Probe:
             return [c * value for c, value in zip(numbers, values, strict=True)]
 
     def _start(self, terms: Sequence[Term]) -> _Point:
-        """The current weights, and what requires grad in the batches."""
+        """Return the current weights, and the tensors of the batches that require grad, as a point."""
         NESTED.clear()
         self._since = sequence_number()
         # a sparse tensor can't be moved along a dense gradient, and stays where it is
         given = [x for x in tensors_of([t.batch for t in terms]) if x.requires_grad and x.layout == torch.strided]
-        self._given = given  # so that no id is used again
+        self._given = given  # keeps ids from being reused
         return _Point(self._weights, {id(x): x.detach().double().requires_grad_() for x in given})
 
     def _add_leaves(self, point: _Point, values: Sequence[Tensor], inside: Inside) -> list[Tensor]:
-        """What to differentiate for: the weights, the tensors of the batch, and every leaf that can be moved.
+        """Return the inputs of the derivative: the weights, the tensors of the batch, and every leaf that can be moved.
 
-        A leaf behind a tensor that was computed before can't: the loss would not see it.
+        A leaf behind a tensor that was computed earlier can't be moved, because the loss would not change.
         """
         known = {id(x) for x in (*inside.weights.values(), *self._binding.parameters.values(), *point.outer.values())}
         leaves = [x for x in leaves_read_since(values, self._since) if id(x) not in known | NESTED]
@@ -211,7 +211,7 @@ class Probe:
         return inputs
 
     def first_derivative(self, term: Term) -> tuple[State, float]:
-        """∇g at the current weights, and how far it is off from differences."""
+        """Return ∇g at the current weights, and its error against differences."""
         with _guarded():
             point = self._start([term])
             with self._inside(point) as inside:
@@ -233,7 +233,7 @@ class Probe:
         return dict(zip(point.weights, v, strict=False)), error
 
     def second_derivative(self, step: Step, u: State | None, trained: Collection[str] = ()) -> float:
-        """How far ∇⟨∇ℓ, u⟩ is off from differences of ∇ℓ, also along weights that other steps have trained."""
+        """Return the error of ∇⟨∇ℓ, u⟩ against differences of ∇ℓ, also along weights that other steps have trained."""
         with _guarded():
             point = self._start(step.terms)
             with self._inside(point) as inside:
@@ -268,7 +268,7 @@ class Probe:
 
 @contextmanager
 def _guarded() -> Generator[None]:
-    """Report what does not run in float64 as unchecked; pass on our own errors."""
+    """Turn an error of losses that do not run in float64 into `NotChecked`, except errors of this library."""
     try:
         yield
     except (NotChecked, MemoryError):
@@ -281,7 +281,7 @@ def _guarded() -> Generator[None]:
 
 
 class _InFloat64(TorchFunctionMode):
-    """Every floating-point argument cast up; outer variables replaced by what stands for them."""
+    """A mode that casts every floating-point argument to float64, and replaces outer variables by those of a point."""
 
     def __init__(self, outer: dict[int, Tensor]) -> None:
         super().__init__()
@@ -317,15 +317,16 @@ def _filled(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tens
 
 
 def _direction(point: _Point, v: list[Tensor], moves: list[Tensor]) -> list[Tensor]:
-    """Where to move: in the weights along the derivative, and along what a step moves, entry by entry; and in λ.
+    """Return the direction of the differences.
 
-    Each part is as long as what it moves. A weight that no step moves is left alone: a frozen part may well be behind
-    a torch.no_grad().
+    In the weights it is the derivative plus the change by a step, times fixed numbers of both signs. In λ it is the
+    derivative. Each part is as long as the tensors that it moves. A weight that no step changes is not moved, since a
+    frozen part may well be behind torch.no_grad().
     """
     n = len(point.weights)
 
     def random(x: Tensor) -> Tensor:
-        """Fixed numbers of both signs that are unrelated to the model, without using a random generator."""
+        """Return fixed numbers of both signs that are unrelated to the model, without using a random generator."""
         return torch.arange(1.0, x.numel() + 1, dtype=x.dtype, device=x.device).cos_().view(x.shape)
 
     size = _norm(list(point.weights.values())) or 1.0
@@ -352,7 +353,7 @@ def _dot(x: Sequence[Tensor], y: Sequence[Tensor]) -> float:
 
 
 def _compare(got: float, at: Callable[[float], tuple[float, float]], here: float, loss: float) -> float:
-    """The relative error of a derivative against differences of a function that has the value `here`.
+    """Return the relative error of a derivative against differences of a function that has the value `here`.
 
     One-sided differences, which cost one evaluation, are enough where they agree. Otherwise central differences are
     taken, and the least error over three ε counts. Where two ε disagree, the differences are inexact (rounding, a
@@ -378,7 +379,7 @@ def _compare(got: float, at: Callable[[float], tuple[float, float]], here: float
         if best <= TOLERANCE / 10:
             return best
     if not abs(at(0.0)[1] - loss) <= 1e-6 * abs(loss):
-        raise NotChecked("the losses have another value each time that they are evaluated (random numbers?)")
+        raise NotChecked("the losses return a different value at each evaluation (random numbers?)")
     return best
 
 
