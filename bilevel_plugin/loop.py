@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -33,11 +34,11 @@ from .graph import (
     vjp,
 )  # fmt: skip
 from .hypergrad import Engine
-from .hypergrad.base import End
+from .hypergrad.base import End, OuterLoss
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
 from .parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
-from .replay import Conditions, RecordedStep, refuse_hidden_parameter
+from .replay import Conditions, RecordedLoss, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
 from .solvers import StepRule, Value
 from .step import LossMonitor, Moved, Step, Term, disconnected
@@ -107,6 +108,8 @@ class Loop:
         self._trained: set[str] = set()  # weights that some step has moved
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
         self._outer_variables: list[tuple[Tensor, int]] = []  # that a kept graph has found, with their versions
+        self._added: list[Tensor] = []  # values of the outer losses that were added, times their weights
+        self._outer_of_added: tuple[Any, ...] | None = None  # the last batch of g among them
         self._k = 0
         self._mark = sequence_number()
         self._closed = False
@@ -282,11 +285,7 @@ class Loop:
             self._z = as_leaves(moved.to) if self._tape.replays else moved.to
             self._buffers = moved.buffers
             binding.hold(self._z, self._buffers)
-        if self._engine.keeps_graphs:
-            self._sample(k, step.terms)
-        if self._engine.keeps_graphs or self._engine.traces_steps:
-            known = {id(x) for x, _ in self._outer_variables}
-            self._outer_variables += [(x, x._version) for x in recorded.leaves if id(x) not in known | NESTED]
+        self._note_kept_graph(k, recorded.leaves, step.terms)
         if step.terms:
             kind = only, tuple((t.name, code_of(t.loss)) for t in step.terms)
             self._last[kind] = recorded
@@ -294,6 +293,14 @@ class Loop:
             setattr(x, OWNER, self._binding.token)  # to tell a loss= of earlier weights
         self._mark = sequence_number()
         return moved
+
+    def _note_kept_graph(self, k: int, leaves: Iterable[Tensor], terms: Sequence[Term]) -> None:
+        """Note what the kept graphs of step k refer to, to find out when it is changed."""
+        if self._engine.keeps_graphs:
+            self._sample(k, terms)
+        if self._engine.keeps_graphs or self._engine.traces_steps:
+            known = {id(x) for x, _ in self._outer_variables}
+            self._outer_variables += [(x, x._version) for x in leaves if id(x) not in known | NESTED]
 
     @contextmanager
     def _fetched(
@@ -456,13 +463,15 @@ class Loop:
             return self._binding.call(_forward, inside, args, kwargs)
 
     @contextmanager
-    def _inside(self, z: State | None = None, twice: bool = True) -> Generator[Inside]:
-        """The current weights in the model, and what can be differentiated."""
+    def _inside(self, z: State | None = None, twice: bool = True, buffers: State | None = None) -> Generator[Inside]:
+        """The current weights in the model, or those of z, and what can be differentiated."""
         grad, binding = torch.is_grad_enabled(), self._binding
         z = self._z if z is None else z
         with (
             EXCLUSIVE,
-            binding.inside(z, self._buffers, graph=True, statistics=bool(binding.moving), twice=twice) as inside,
+            binding.inside(
+                z, buffers or self._buffers, graph=True, statistics=bool(binding.moving), twice=twice
+            ) as inside,
             torch.set_grad_enabled(grad),
         ):
             yield inside
@@ -488,11 +497,16 @@ class Loop:
 
     @property
     def value(self) -> Tensor:
-        """g at the current weights, on its last batch (with tasks: summed over them)."""
+        """What `hypergrad` differentiates: g at the current weights, on its last batch (with tasks: summed over them).
+
+        After `add_outer_loss` it is the sum of the losses that were added, each times its weight.
+        """
         self._check_open()
         self._binding.check_held(self._z, self._k)
         self._monitor.raise_if_not_finite()
         self._binding.announce("value")
+        if self._added:
+            return sum(self._added[1:], self._added[0])
         with EXCLUSIVE, torch.no_grad(), undisturbed(self._binding), self._inside() as inside:
             value = self._binding.loss("g", self._outer_loss(), inside, self._outer)
             return self._binding.means_of_losses({"g": value.detach()})["g"]
@@ -532,6 +546,57 @@ class Loop:
             )
 
     # --- the outer gradient ---
+
+    def add_outer_loss(self, *, weight: Value = 1.0, outer: Any = None, loss: Tensor | None = None) -> Tensor:
+        """Add weight·g at the current weights to the objective: Σ_j c_j·g_j(w_{k_j}, λ) in place of g(w_K, λ).
+
+        From then on `hypergrad`, `backward` and `value` are about the sum of all losses that were added, at whatever
+        steps, and g at the last weights is in it if it was added too. A call of `hypergrad` leaves the sum as it is.
+
+        Args:
+            weight: c_j, a number or a scalar tensor, which may be an outer variable.
+            outer: the batch of g, if it differs from that of the last step.
+            loss: another loss instead of g, computed from `loop(x)` or `loop.weights` since the last step. With
+                engines that run steps again its gradient is taken at once, and takes as much memory as the weights.
+
+        No graph of it is kept, unless the engine keeps those of the steps. Returns its value, without the weight.
+
+        Examples:
+            Steps of rate 0.5 from 0 to λ are at λ/2 and 3/4·λ, so dΣ/dλ = 1/2·(w_1 − 1) + 3/4·(w_2 − 1).
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> lam = torch.tensor(4.0, requires_grad=True)
+            >>> h = lambda m: 0.5 * (m.weight - lam).square().sum()
+            >>> g = lambda m: 0.5 * (m.weight - 1).square().sum()
+            >>> with bilevel.inner(model, h, g, solver="gd", lr=0.5) as loop:
+            ...     for _ in range(2):
+            ...         _ = loop.step()
+            ...         _ = loop.add_outer_loss()
+            ...     print(loop.hypergrad(lam))
+            tensor(2.)
+        """
+        self._check_open()
+        binding = self._binding
+        binding.check_held(self._z, self._k)
+        self._check_outer_variables()
+        binding.announce("add_outer_loss")
+        with EXCLUSIVE, torch.enable_grad(), undisturbed(binding), full_precision():
+            end = self._end(outer, loss, as_weight(weight))
+            try:
+                self._tape.add_loss(end)
+            finally:
+                binding.hold(self._z, self._buffers)
+            value = end.value
+            self._monitor.record_loss(self._k, "g" if loss is None else "loss=", value, {})
+            self._added.append((end.weight * value).detach())
+        terms: list[Term] = []
+        if loss is None:
+            self._outer_of_added = self._outer if outer is None else as_tuple(outer)
+            terms = [Term("g", self._outer_loss(), self._outer_of_added)]
+        self._note_kept_graph(self._k, end.leaves, terms)
+        return value
 
     @overload
     def hypergrad(  # pyright: ignore[reportOverlappingOverload]  (a Tensor is an Iterable[Tensor] too)
@@ -713,12 +778,19 @@ class Loop:
         self._monitor.raise_if_not_finite()
         binding.announce(f"hypergrad by {self._engine}")
         binding.check_same_on_all_ranks(self._z)
-        end = self._end(outer, loss)
+        if self._added and (outer is not None or loss is not None):
+            raise ValueError(
+                "bilevel.inner: losses were added by loop.add_outer_loss, and the hypergradient is that of their sum. "
+                "Add this one as well, loop.add_outer_loss(outer=...) or loop.add_outer_loss(loss=...), and leave out "
+                "outer= and loss= here."
+            )
+        end = None if self._added else self._end(outer, loss)
         try:
             with EXCLUSIVE, torch.enable_grad(), undisturbed(binding):
                 with full_precision():
                     found, start = self._tape.pull(end, wanted, create_graph)
                 batch = None if loss is not None else self._outer if outer is None else as_tuple(outer)
+                batch = self._outer_of_added if self._added else batch
                 for recorded in self._last.values():
                     if self._sentinel.is_due(recorded.step):
                         with recorded.given() as step:
@@ -728,25 +800,24 @@ class Loop:
                                 step, recorded.conditions, self._z, self._buffers, batch, self._trained
                             )
                 if not binding.all_agree(is_finite(found.values())):
-                    k = self._tape.first_step_not_finite(end)
-                    at = "" if k is None else " in the outer loss itself" if k > self._k else f" at step k = {k}"
+                    where = self._tape.first_not_finite(end) or "somewhere"
                     raise FloatingPointError(
-                        f"bilevel.inner: the hypergradient is not finite: it stops being so{at or ' somewhere'}, going "
-                        "backwards. A smaller rate, or a loss without √0, 0/0 or log 0 there, may help."
+                        f"bilevel.inner: the hypergradient is not finite: it stops being so {where}, going backwards. "
+                        "A smaller rate, or a loss without √0, 0/0 or log 0 there, may help."
                     )
         finally:
             binding.hold(self._z, self._buffers)
         return found, start
 
-    def _end(self, outer: Any, loss: Tensor | None) -> End:
-        """The outer loss at z_K."""
+    def _end(self, outer: Any, loss: Tensor | None, weight: Value = 1.0) -> _OuterLoss | _GivenLoss:
+        """The outer loss at the current weights."""
         if loss is not None and outer is not None:
             raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
         if loss is not None:
-            return _GivenLoss(self, scalar("loss=", loss))
+            return _GivenLoss(self, scalar("loss=", loss), weight)
         batch = self._outer if outer is None else as_tuple(outer)
         self._refuse_graph_to_weights("outer=", batch)
-        return _OuterLoss(self, self._outer_loss(), batch)
+        return _OuterLoss(self, self._outer_loss(), batch, weight)
 
     def _outer_loss(self) -> Loss:
         if self._g is None:
@@ -842,28 +913,43 @@ class Loop:
         finally:
             self._binding.close()
             self._z, self._origin, self._buffers, self._outer, self._last = {}, {}, {}, (), {}
-            self._samples, self._outer_variables, self._accumulated = [], [], []
+            self._samples, self._outer_variables, self._accumulated, self._added = [], [], [], []
+            self._outer_of_added = None
             self._tape = self._engine.tape()
             self._monitor = LossMonitor()
 
 
 class _OuterLoss(End):
-    """g on a batch, as a function of z."""
+    """c·g on a batch, as a function of z."""
 
-    def __init__(self, loop: Loop, g: Loss, batch: tuple[Any, ...]) -> None:
-        self._loop, self._g = loop, g
+    def __init__(self, loop: Loop, g: Loss, batch: tuple[Any, ...], weight: Value = 1.0) -> None:
+        self._loop, self._g, self._k, self._buffers = loop, g, loop._k, loop._buffers
         self._watched: State = {}
-        self._cut: Pairs = []
-        self._batch = cut_graph(batch, self._cut) if loop._tape.replays else batch
+        self.cut: Pairs = []
+        given = batch, weight
+        self._batch, self.weight = cut_graph(given, self.cut) if loop._tape.replays else given
+        self.value = self._here = torch.zeros(())  # of g, where it was evaluated last: over all ranks, and on this one
+        self._recorded: RecordedLoss | None = None  # for when it is evaluated at this state again
 
     @contextmanager
     def traced(self, z: State | None = None, *, once: bool = False) -> Generator[Traced]:
         """With `once`, the graph is freed while the gradient is taken."""
         loop, binding, since = self._loop, self._loop._binding, sequence_number()
-        with EXCLUSIVE, undisturbed(binding), loop._inside(z, twice=not once) as inside, torch.enable_grad():
+        with (
+            EXCLUSIVE,
+            undisturbed(binding),
+            nullcontext() if self._recorded is None else self._recorded.repeating(),
+            loop._inside(z, twice=not once, buffers=self._buffers) as inside,
+            torch.enable_grad(),
+        ):
             value = binding.loss("g", self._g, inside, self._batch)
-            loop._monitor.record_loss(loop._k + 1, "g", binding.means_of_losses({"g": value.detach()})["g"], {})
-            stand_ins = [x for _, x in self._cut]
+            self._here = value.detach()
+            self.value = binding.means_of_losses({"g": self._here})["g"]
+            if self._recorded is not None:
+                self._recorded.check(self._here)
+            loop._monitor.record_loss(self._k + 1, "g", self.value, {})
+            value = value if isinstance(self.weight, float) and self.weight == 1 else self.weight * value
+            stand_ins = [x for _, x in self.cut]
             at = {**(loop._z if z is None else z), **inside.leaves, **inside.statistics}
             leaves, connected = find_leaves(value, at.values(), stand_ins)
             if not binding.own_parameters:
@@ -874,12 +960,20 @@ class _OuterLoss(End):
             self._watched = inside.watched
             retain = not once or has_older_nodes(value, since)
             at = {**inside.leaves, **inside.statistics}
-            yield Traced(at, {"g": value}, self._cut, leaves, binding.share, retain)
+            yield Traced(at, {"g": value}, self.cut, leaves, binding.share, retain)
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         with self.traced(z, once=True) as traced:
             self.warn_of_buffers(traced.to["g"])
             return _pull_loss(traced, self._loop._binding, inputs, into)
+
+    def kept(self) -> OuterLoss:
+        """This loss, recorded: it is evaluated again where the sweep comes to its step."""
+        recorded = RecordedLoss(self._k, Conditions(self._loop._binding))
+        with self.traced(once=True):
+            recorded.note(self._here, (self._batch, self.weight), self.leaves)
+        self._recorded = recorded
+        return self
 
     def warn_of_buffers(self, value: Tensor) -> None:
         if self._watched:
@@ -888,12 +982,18 @@ class _OuterLoss(End):
 
 
 class _GivenLoss(End):
-    """A loss that the user computed from loop(x), loop.weights or the model."""
+    """A loss that the user computed from loop(x), loop.weights or the model, times its weight."""
 
     is_function = False
 
-    def __init__(self, loop: Loop, loss: Tensor) -> None:
-        self._loop, self._loss = loop, loop._binding.total(loss)
+    def __init__(self, loop: Loop, loss: Tensor, weight: Value = 1.0) -> None:
+        self._loop, self.weight, self._plain = loop, weight, loop._binding.total(loss)
+        self._loss = self._plain if isinstance(weight, float) and weight == 1 else weight * self._plain
+
+    @property
+    def value(self) -> Tensor:
+        """The loss without its weight, over all ranks."""
+        return self._loop._binding.means_of_losses({"g": self._plain.detach()})["g"]
 
     @contextmanager
     def traced(self, z: State | None = None) -> Generator[Traced]:
@@ -902,7 +1002,7 @@ class _GivenLoss(End):
         at = {**{n: x for n, x in loop._z.items() if x.requires_grad}, **own}
         earlier = ValueError(
             "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
-            "the last step; engine='unroll' takes losses of several steps."
+            "the last step; loop.add_outer_loss(loss=...) takes losses of several steps, each right after its step."
         )
         try:
             state = (*at.values(), *loop._tape.start_of_graph())
@@ -928,6 +1028,32 @@ class _GivenLoss(End):
             a[name] = a[name] + x if name in a else x
         return a
 
+    def kept(self) -> OuterLoss:
+        """Its gradients, taken now: the weights that its graph reads will be written over."""
+        found = Gradients()
+        return _TakenLoss(self.pull(None, found), found, self.leaves)
+
+
+class _TakenLoss(OuterLoss):
+    """A loss that the user computed at an earlier step, as its gradients."""
+
+    def __init__(self, a: State, found: Gradients, leaves: Sequence[Tensor]) -> None:
+        self._a, self._found, self.leaves = a, found, leaves
+
+    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
+        for x in inputs or ():
+            if not x.is_leaf:
+                raise ValueError(
+                    f"bilevel.inner: an input (shape {tuple(x.shape)}) was computed from others, and the gradient of a "
+                    "loss= that was added is known for leaves alone. Name the leaves that it was computed from, or add "
+                    "the loss as g, with the input in outer=."
+                )
+        chosen = None if inputs is None else {id(x) for x in inputs}
+        for x, grad in self._found.direct.values():
+            if chosen is None or id(x) in chosen:
+                into.add(into.direct, x, grad)
+        return self._a
+
 
 def _pull_loss(traced: Traced, binding: Binding, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
     """∇_z of the traced loss, over all ranks; what goes to λ directly is added to the sums."""
@@ -945,6 +1071,15 @@ def _forward(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _some_of(x: Tensor) -> Tensor:
     flat = x.detach().view(-1)
     return flat[:: max(1, len(flat) // 257)].clone()
+
+
+def as_weight(c: Value) -> Value:
+    """The weight of an outer loss, checked. A tensor that may be written to gives its number."""
+    if isinstance(c, Tensor) and c.shape == () and c.is_floating_point():
+        return c if c.requires_grad else c.clone()
+    if isinstance(c, (int, float)) and math.isfinite(c):
+        return float(c)
+    raise ValueError(f"bilevel.inner: weight= of add_outer_loss is a finite number or a scalar tensor, got {c!r:.80}.")
 
 
 def as_tuple(outer: Any) -> tuple[Any, ...]:

@@ -39,6 +39,11 @@ from .step import LossMonitor, Moved, Step, Term, disconnected
 from .updates import SUM
 
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
+_CHANGED = (
+    "Something that h or g reads has changed since, and is no tensor of the batch: a closed-over tensor or number, "
+    "Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, draw with torch, or use "
+    "engine='unroll', which runs nothing again."
+)
 
 
 class Conditions:
@@ -110,7 +115,87 @@ class Conditions:
                 set_random_states(random)
 
 
-class RecordedStep:
+class Recorded:
+    """What an evaluation of losses used, so that it can be repeated, and the check that it has the same values."""
+
+    __slots__ = ("_names", "_values", "_versions", "conditions")
+
+    def __init__(self, conditions: Conditions | None = None) -> None:
+        self.conditions = conditions
+        self._names: tuple[str, ...] = ()
+        self._values: tuple[float | Tensor, ...] = ()  # of the losses, to compare with
+        self._versions: list[tuple[str, Tensor, int]] = []
+
+    @property
+    def where(self) -> str:
+        """Where in the loop the evaluation is."""
+        raise NotImplementedError
+
+    def ended_elsewhere(self) -> RuntimeError:
+        """The error for a repetition that does not come to the same."""
+        raise NotImplementedError
+
+    def _check_unchanged(self) -> None:
+        for what, x, version in self._versions:
+            if x._version != version:
+                raise RuntimeError(
+                    f"bilevel.inner: {what} (shape {tuple(x.shape)}) was changed in place after {self.where} used "
+                    "it, so that it can't be run again as it was. Take the hypergradient before changing it, or use a "
+                    "clone."
+                )
+
+    def _check_values(self, values: State) -> None:
+        """Raise if a loss has another value than at first."""
+        assert self.conditions is not None
+        for value, before in zip(values.values(), self._values, strict=True):
+            if value.device.type == "meta" or (isinstance(before, float) and value.item() == before):
+                continue
+            unit = torch.finfo(value.dtype).eps
+            allowed = 1000 * unit if value.device.type == "cpu" else max(1000 * unit, self.conditions.precision**0.5)
+            if not abs(float(value) - float(before)) <= allowed * abs(float(before)) + torch.finfo(value.dtype).tiny:
+                raise self.ended_elsewhere()
+
+
+class RecordedLoss(Recorded):
+    """An outer loss that was evaluated after step k, and what it takes to evaluate it there again."""
+
+    __slots__ = ("_k",)
+
+    def __init__(self, k: int, conditions: Conditions) -> None:
+        super().__init__(conditions)
+        self._k = k
+
+    @property
+    def where(self) -> str:
+        return f"the outer loss after step k = {self._k}"
+
+    def ended_elsewhere(self) -> RuntimeError:
+        return RuntimeError(
+            f"bilevel.inner: {self.where}, evaluated again for the hypergradient, has another value. {_CHANGED}"
+        )
+
+    def note(self, value: Tensor, batch: Any, leaves: Iterable[Tensor]) -> None:
+        """Remember what the evaluation gave and used, at its end."""
+        assert self.conditions is not None
+        self.conditions.end_of_call()
+        self._values = (value.item() if value.device.type == "cpu" else value,)
+        self._versions = [(_IN_BATCH["g"], x, x._version) for x in tensors_of(batch)]
+        self._versions += [("an outer variable", x, x._version) for x in leaves if id(x) not in NESTED]
+
+    @contextmanager
+    def repeating(self) -> Generator[None]:
+        """The conditions of the evaluation, while this lasts."""
+        assert self.conditions is not None
+        self._check_unchanged()
+        with self.conditions.replaying():
+            yield
+
+    def check(self, value: Tensor) -> None:
+        """Raise if the loss has another value than at first."""
+        self._check_values({"g": value})
+
+
+class RecordedStep(Recorded):
     """A step that was taken, and what it takes to run it again.
 
     `buffers` are those of the model before the step that are not part of z. A loop may have thousands of steps: what
@@ -118,7 +203,7 @@ class RecordedStep:
     again, under the `conditions` that it was fetched in.
     """
 
-    __slots__ = ("_names", "_values", "_versions", "buffers", "conditions", "cut", "leaves", "source", "step")
+    __slots__ = ("buffers", "cut", "leaves", "source", "step")
 
     def __init__(
         self,
@@ -128,13 +213,20 @@ class RecordedStep:
         source: Source | None = None,
         conditions: Conditions | None = None,
     ) -> None:
+        super().__init__(conditions)
         self.step, self.buffers, self.cut = step, buffers, cut
         self.source = source if any(t.name == "h" for t in step.terms) else None
-        self.conditions = conditions
         self.leaves: list[Tensor] = []
-        self._names: tuple[str, ...] = ()
-        self._values: tuple[float | Tensor, ...] = ()  # of the losses, to compare with
-        self._versions: list[tuple[str, Tensor, int]] = []
+
+    @property
+    def where(self) -> str:
+        return f"step k = {self.k}"
+
+    def ended_elsewhere(self) -> RuntimeError:
+        return RuntimeError(
+            f"bilevel.inner: {self.where}, run again for the hypergradient, ended elsewhere or saw another loss. "
+            f"{_CHANGED}"
+        )
 
     @property
     def k(self) -> int:
@@ -320,26 +412,6 @@ class RecordedStep:
         into.collect(self.cut, wanted, pulled.wanted)
         return pulled
 
-    def _check_unchanged(self) -> None:
-        for what, x, version in self._versions:
-            if x._version != version:
-                raise RuntimeError(
-                    f"bilevel.inner: {what} (shape {tuple(x.shape)}) was changed in place after step k = {self.k} used "
-                    "it, so the step can't be run again as it was. Take the hypergradient before changing it, or step "
-                    "on a clone."
-                )
-
-    def _check_values(self, values: State) -> None:
-        """Raise if a replayed loss has another value than at first."""
-        assert self.conditions is not None
-        for value, before in zip(values.values(), self._values, strict=True):
-            if value.device.type == "meta" or (isinstance(before, float) and value.item() == before):
-                continue
-            unit = torch.finfo(value.dtype).eps
-            allowed = 1000 * unit if value.device.type == "cpu" else max(1000 * unit, self.conditions.precision**0.5)
-            if not abs(float(value) - float(before)) <= allowed * abs(float(before)) + torch.finfo(value.dtype).tiny:
-                raise ended_elsewhere(self.k)
-
     def check_end(self, z: State, to: State, after: State) -> None:
         """Raise if a replayed step ends elsewhere than at first: what changed would make the gradient wrong."""
         assert self.conditions is not None
@@ -353,7 +425,7 @@ class RecordedStep:
             length = norm(z[n] - after[n] for n in mine if n in z)
             drift = off / (length + torch.finfo(size.dtype).eps * size + torch.finfo(size.dtype).tiny)
         if drift.device.type != "meta" and not float(drift) <= self.conditions.precision**0.5:
-            raise ended_elsewhere(self.k)
+            raise self.ended_elsewhere()
 
     # --- what an engine weighs ---
 
@@ -408,15 +480,6 @@ def refuse_hidden_parameter(
             "weights of this loop. Compute it inside h (or g), from the model that it is given; or use "
             "engine='reverse' without memory= and tasks=, where a list of parameters is right."
         )
-
-
-def ended_elsewhere(k: int) -> RuntimeError:
-    return RuntimeError(
-        f"bilevel.inner: step k = {k}, run again for the hypergradient, ended elsewhere or saw another "
-        "loss. Something that h or g reads has changed since, and is no tensor of the batch: a closed-over "
-        "tensor or number, Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, "
-        "draw with torch, or use engine='unroll', which runs nothing again."
-    )
 
 
 def alike(x: Any, y: Any) -> bool:

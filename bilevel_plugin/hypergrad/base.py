@@ -15,22 +15,32 @@ from ..step import LossMonitor, Moved, Step
 from .plan import Plan
 
 
-class End(ABC):
-    """The outer loss at the end of the loop."""
+class OuterLoss(ABC):
+    """An outer loss at the weights of some step, as far as a sweep needs it."""
 
     leaves: Sequence[Tensor] = ()  # the outer variables that it depends on directly; known once it was pulled through
+    cut: Sequence[tuple[Tensor, Tensor]] = ()  # tensors of its batch that require grad, and what stands for each
+
+    @abstractmethod
+    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
+        """∇_z of the loss; what goes to λ directly is added to the sums, for `inputs`, or for every leaf if None."""
+
+
+class End(OuterLoss):
+    """An outer loss at the current weights, with its graph."""
+
     is_function: bool = True  # it can be evaluated at another state
 
     @abstractmethod
     def traced(self, z: State | None = None) -> AbstractContextManager[Traced]:
         """The loss with its graph at z (the last state, if None), as long as this lasts."""
 
-    def warn_of_buffers(self, value: Tensor) -> None:  # noqa: B027 (a loss of the user's has none to warn of)
+    def warn_of_buffers(self, value: Tensor) -> None:
         """Warn if the value reads a buffer that a step has changed by a rule that can't be differentiated."""
 
     @abstractmethod
-    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
-        """∇_z of the loss; what goes to λ directly is added to the sums, for `inputs`, or for every leaf if None."""
+    def kept(self) -> OuterLoss:
+        """The same loss without its graph, to be pulled through at this state when later steps have been taken."""
 
 
 class Engine(ABC):
@@ -86,11 +96,21 @@ class Tape(ABC):
         """Take the step from z, and record it. `to` of what is returned is the next z."""
 
     @abstractmethod
-    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
-        """The gradients of the scalar `end` for `inputs` (None: for every leaf) and that for z_0."""
+    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+        """The gradients of the scalar `end` for `inputs` (None: for every leaf) and that for z_0.
 
-    def first_step_not_finite(self, end: End) -> int | None:
-        """The step in which the adjoint stopped being finite, if the tape can tell."""
+        Without an `end` the scalar is the sum of the losses that were added.
+        """
+
+    def add_loss(self, loss: End) -> None:
+        """Add a loss at the present state to the sum that `pull` differentiates."""
+        raise ValueError(
+            "bilevel.inner: this engine differentiates an outer loss at the last weights alone, and can't take losses "
+            "of several steps (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
+        )
+
+    def first_not_finite(self, end: End | None) -> str | None:
+        """Where the adjoint stopped being finite, going backwards, if the tape can tell."""
         return None
 
     def plan(self) -> Plan | None:

@@ -61,6 +61,8 @@ class _ForwardTape(Tape):
         self._was_cut: set[int] = set()
         self._ignored: dict[int, Tensor] = {}
         self._tangents: dict[tuple[int, int], State] = {}  # (outer tensor, its element) -> ż
+        self._direct = Gradients()  # of the losses that were added
+        self._through: dict[tuple[int, int], Tensor] = {}  # their ∇_z·ż
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         return step.take(z, monitor, graph=True, within=lambda traced: self._carry(traced, step.k))
@@ -115,7 +117,15 @@ class _ForwardTape(Tape):
                 self._tangents.update({(id(tensor), j): {} for j in range(tensor.numel())})  # ż = 0 until now
         return sources
 
-    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def add_loss(self, loss: End) -> None:
+        a = loss.pull(None, self._direct)
+        if behind := [x for x in self._options.wrt or () if not x.is_leaf]:  # what it gives to these is not among that
+            loss.pull(behind, self._direct)
+        for key, tangent in self._tangents.items():
+            if (along := _dot(a, tangent)) is not None:
+                self._through[key] = self._through[key] + along if key in self._through else along
+
+    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         for x in inputs or ():
             if id(x) in self._ignored or not (x.is_leaf or id(x) in self._followed):
@@ -124,17 +134,31 @@ class _ForwardTape(Tape):
                     "follows leaves, or exactly what Forward(wrt=[...]) names, from the first step on."
                 )
         found = Gradients()
-        a = end.pull(inputs, found)
+        if end is None:
+            a, chosen = None, None if inputs is None else {id(x) for x in inputs}
+            for tensor, grad in self._direct.direct.values():
+                if tensor.is_leaf if chosen is None else id(tensor) in chosen:
+                    found.add(found.direct, tensor, grad)
+            for tensor, grad in self._direct.cut.values():
+                found.add(found.cut, tensor, grad)
+        else:
+            a = end.pull(inputs, found)
         for owner, tensor in self._followed.items():
             total = torch.zeros_like(tensor).flatten()
             for j in range(tensor.numel()):
-                tangent = self._tangents[owner, j]
-                parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
-                if parts:
-                    total[j] = torch.stack(parts).sum()
+                key = owner, j
+                along = self._through.get(key) if a is None else _dot(a, self._tangents[key])
+                if along is not None:
+                    total[j] = along
             into = found.cut if owner in self._was_cut else found.direct
             found.add(into, tensor, total.reshape(tensor.shape))
         return found, {}
+
+
+def _dot(a: State, tangent: State) -> Tensor | None:
+    """a·ż; None where they have nothing in common."""
+    parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
+    return torch.stack(parts).sum() if parts else None
 
 
 def _unit(x: Tensor, element: int) -> Tensor:

@@ -151,8 +151,15 @@ class _ImplicitTape(Tape):
         self._step, self._last = step, as_leaves(moved.to)
         return moved
 
-    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def add_loss(self, loss: End) -> None:
+        raise ValueError(
+            f"bilevel.inner: engine={type(self._options).__name__} differentiates the fixed point of the steps, and "
+            "weights on the way to it are none (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
+        )
+
+    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
+        assert end is not None
         found = Gradients()
         step = self._step
         a = end.pull(inputs, found)

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved, Step
 from ..updates import SUM
-from .base import End, Engine, Tape, refuse_create_graph
+from .base import End, Engine, OuterLoss, Tape, refuse_create_graph
 from .journal import Journal, Position, checksum
 from .plan import (
     Budget,
@@ -180,6 +180,7 @@ class _ReverseTape(Tape):
         self._last: State = {}
         self._count = 0
         self._begins: list[int] = []  # where each step of the loop begins among the recorded ones
+        self._losses: dict[int, list[OuterLoss]] = {}  # that were added, by the recorded steps before them
 
     def start(self, z: State, copies: State) -> State:
         self._start = super().start(z, copies)
@@ -406,8 +407,8 @@ class _ReverseTape(Tape):
         step = self._seconds / max(1, self._count)
         return Plan(self._count, 0, len(self._saved), reruns, *sizes, folder, step)
 
-    def _backwards(self, left: int) -> Iterator[tuple[RecordedStep, State, Traced | None]]:
-        """Φ_K, Φ_{K−1}, … with the states that they began from; and a graph, where there is one already.
+    def _backwards(self, left: int) -> Iterator[tuple[int, State, Traced | None]]:
+        """K − 1, K − 2, …: recorded steps, with the states that they began from; and a graph, where there is one.
 
         With `left`, only the first so many of the recorded steps.
         """
@@ -417,7 +418,7 @@ class _ReverseTape(Tape):
             if self._saved:  # their room will be needed
                 self._graphs.pop()
                 self._saved[k] = self._keep(traced.at)
-            yield self._steps[k], traced.at, traced
+            yield k, traced.at, traced
             del traced
         between: dict[int, Kept] = {}  # states between those that are saved, for as long as they are needed
         gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved ones that could be dropped
@@ -443,7 +444,7 @@ class _ReverseTape(Tape):
                 graphs.append((z, None))  # the last one is pulled through as it is run again
                 del z
                 for k in reversed(range(max(at, self._first), action.end)):
-                    yield self._steps[k], *graphs.pop()
+                    yield k, *graphs.pop()
                 if begin == at:
                     if last in between:
                         self._store.drop(between.pop(last))
@@ -454,54 +455,76 @@ class _ReverseTape(Tape):
             for state in between.values():
                 self._store.drop(state)
 
-    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def add_loss(self, loss: End) -> None:
+        self._losses.setdefault(self._count, []).append(loss.kept())
+
+    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
+        if end is None and min(self._losses) < self._first:
+            raise ValueError(
+                f"bilevel.Reverse: an outer loss was added before the last {self._options.truncate} steps, which are "
+                "all that truncate= goes back over. Leave out truncate= (checkpoint='sqrt' saves memory too), or add "
+                "losses within these steps."
+            )
         found, a = Gradients(), State()
         for _, a in self._sweep(end, inputs, found, self._options.resume):  # noqa: B007 (the last one is wanted)
             pass
         return found, a
 
     def _sweep(
-        self, end: End, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
-    ) -> Iterator[tuple[int, State]]:
+        self, end: End | None, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
+    ) -> Iterator[tuple[str, State]]:
+        """Where the sweep has come to, and the adjoint there."""
         adjoints = Store(rows=1)
-        a = kept = adjoints.replace(None, end.pull(inputs, found))
-        wanted = inputs if inputs is not None else self._all_leaves(end)
-        left, after = self._count, self._last
-        journal = self._journal(inputs, found, a) if resume else None
+        losses: Mapping[int, list[OuterLoss]] = self._losses if end is None else {self._count: [end]}
+        a: State = {}
+        for loss in losses.get(self._count, ()):
+            a = _sum(a, loss.pull(inputs, found))
+        kept = adjoints.replace(None, a) if a else None
+        a = kept or a
+        wanted = inputs if inputs is not None else self._all_leaves(losses)
+        left = min(self._count, max(losses) + 1)  # later steps have no part in the losses
+        journal = self._journal(inputs, found, a, losses) if resume else None
         if journal is not None and (position := journal.read(self._last, wanted)) is not None:
             left, a = position.left, position.adjoint
             found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
-            after = self._fetch(self._saved[left]) if left in self._saved else after if left == self._count else {}
-        yield self._count + 1, a
-        for step, z, traced in self._backwards(left):
-            if traced is None:
+        after = self._last if left == self._count else self._fetch(self._saved[left]) if left in self._saved else {}
+        yield "in the outer loss itself", a
+        for i, z, traced in self._backwards(left):
+            step, new = self._steps[i], a
+            if not a:  # no loss so far
+                pass
+            elif traced is None:
                 pulled = step.pull(z, a, wanted, found, self._pull, after)
                 step.check_end(z, pulled.to, after)
                 new = pulled.adjoint
                 del pulled
             else:
                 new = traced.vjp(a, wanted, found)
+            for loss in losses.get(i, ()):
+                new = _sum(new, loss.pull(wanted, found, z))
             after = z
             del traced, z  # before the next step's graph is made
-            a = kept = adjoints.replace(kept, new)
+            if new:
+                a = kept = adjoints.replace(kept, new)
             del new
-            left -= 1
             if journal is not None:
                 sums = [found.direct[id(x)][1] if id(x) in found.direct else None for x in wanted]
-                journal.write(Position(left, a, sums))
-            yield step.k, a
+                journal.write(Position(i, a, sums))
+            yield f"at step k = {step.k}{', or in the outer loss before it' if i in losses else ''}", a
         if journal is not None:
             journal.remove()
 
-    def _journal(self, inputs: Sequence[Tensor] | None, found: Gradients, a: State) -> Journal:
+    def _journal(
+        self, inputs: Sequence[Tensor] | None, found: Gradients, a: State, losses: Mapping[int, list[OuterLoss]]
+    ) -> Journal:
         """The journal of this sweep, which only fits a sweep with the same numbers in it."""
         if inputs is None:
             raise ValueError(
                 "bilevel.Reverse: resume=True keeps sums for inputs that are named. Call loop.backward(inputs) or "
                 "loop.hypergrad(inputs)."
             )
-        if found.cut or any(step.cut for step in self._steps.values()):
+        if found.cut or any(x.cut for x in (*self._steps.values(), *(loss for at in losses.values() for loss in at))):
             raise ValueError(
                 "bilevel.Reverse: resume=True, and a tensor of a batch requires grad: the graph behind it would be "
                 "another one when the script is run again. Compute it inside h (or g), or set resume=False."
@@ -519,17 +542,24 @@ class _ReverseTape(Tape):
             "the first batch": checksum(batch),
             "the weights after the last step": checksum(self._last.values()),
             "the outer loss": checksum([*a.values(), *found.values()]),
+            "the steps that have an outer loss": str(sorted(losses)),
         }
         return Journal(self._options.store, about, self._options.every)
 
-    def _all_leaves(self, end: End) -> list[Tensor]:
+    def _all_leaves(self, losses: Mapping[int, list[OuterLoss]]) -> list[Tensor]:
         """Every outer variable that any step has seen: one whose requires_grad was set late was there before."""
-        every = [*end.leaves, *(x for step in self._steps.values() for x in step.leaves)]
+        every = [x for at in losses.values() for loss in at for x in loss.leaves]
+        every += [x for step in self._steps.values() for x in step.leaves]
         return list({id(x): x for x in every}.values())
 
-    def first_step_not_finite(self, end: End) -> int | None:
+    def first_not_finite(self, end: End | None) -> str | None:
         found = Gradients()
-        for k, a in self._sweep(end, None, found):
+        for where, a in self._sweep(end, None, found):
             if not is_finite([*a.values(), *found.values()]):
-                return k
+                return where
         return None
+
+
+def _sum(x: State, y: State) -> State:
+    """x + y, where what one of them lacks is 0."""
+    return {**x, **{n: x[n] + v if n in x else v for n, v in y.items()}}

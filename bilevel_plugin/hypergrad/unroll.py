@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,6 +52,7 @@ class _UnrollTape(Tape):
         self._start: State = {}
         self._losses_seen: set[object] = set()
         self._edges: list[list[GradientEdge]] = []  # where each state is in the graph, which may let go of its numbers
+        self._losses: list[Tensor] = []  # that were added, with their graphs
 
     def start(self, z: State, copies: State) -> State:
         with torch.enable_grad():
@@ -73,11 +75,24 @@ class _UnrollTape(Tape):
     def _remember(self, z: State) -> None:
         self._edges.append([get_gradient_edge(x) for x in z.values() if x.requires_grad])
 
-    def pull(self, end: End, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def add_loss(self, loss: End) -> None:
+        with self._value(loss) as value:
+            self._losses.append(value)
+
+    @contextmanager
+    def _value(self, end: End | None) -> Generator[Tensor]:
+        """The scalar to differentiate, with its graph: the loss at the end, or the sum of those that were added."""
+        if end is None:
+            yield sum(self._losses[1:], self._losses[0])
+            return
+        with end.traced() as traced:
+            value = traced.to["g"] * traced.share if traced.share != 1 else traced.to["g"]
+            end.warn_of_buffers(value)
+            yield value
+
+    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
         found = Gradients()
-        with end.traced() as traced, explained():
-            loss = traced.to["g"] * traced.share if traced.share != 1 else traced.to["g"]
-            end.warn_of_buffers(loss)
+        with self._value(end) as loss, explained():
             wanted = find_leaves(loss, self._start.values())[0] if inputs is None else inputs
             if wanted:
                 grads = torch.autograd.grad(
@@ -87,10 +102,10 @@ class _UnrollTape(Tape):
                     found.add(found.direct, tensor, grad)
         return found, {}  # z_0 is attached to the model: what lies before it was reached through it
 
-    def first_step_not_finite(self, end: End) -> int | None:
-        with end.traced() as traced:
+    def first_not_finite(self, end: End | None) -> str | None:
+        with self._value(end) as loss:
             for k, edges in reversed(list(enumerate(self._edges))):
-                grads = torch.autograd.grad(traced.to["g"], edges, allow_unused=True, retain_graph=True)
+                grads = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
                 if not is_finite([g for g in grads if g is not None]):
-                    return k + 1
+                    return "in the outer loss itself" if k + 1 == len(self._edges) else f"at step k = {k + 1}"
         return None
