@@ -3,11 +3,22 @@ import getpass
 import os
 import tempfile
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import nn
+
+pytest.register_assert_rewrite("contract", "handle", "plain_loop", "problems")
+
+from contract import ENGINES, EVERY_PULLBACK
+from problems import weighted
+
+import bilevel_plugin as bilevel
+from bilevel_plugin.pullback import PULLBACKS, lean
+from bilevel_plugin.pullback.lean import LeanProducts
 
 # code that was compiled for AVX-512 gives wrong numbers where a lesser CPU is imitated, and the cache does not tell
 _CODE = os.path.join(tempfile.gettempdir(), f"inductor-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}")
@@ -94,9 +105,60 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=ENGINES.values(), ids=ENGINES)
+def engine(request):
+    """Every engine that is exact after any number of steps."""
+    return request.param
+
+
+@pytest.fixture(params=EVERY_PULLBACK)
+def pullback(request, monkeypatch):
+    """Every pullback: its name, and an engine that differentiates each step by it."""
+    if request.param == "compiled":
+        request.getfixturevalue("compiler")
+        return "compiled", bilevel.Reverse(compile=True)
+    if request.param == "blocks":
+        request.getfixturevalue("blocks")
+    monkeypatch.setitem(PULLBACKS, "lean", PULLBACKS[request.param])  # the one that Reverse takes
+    return request.param, bilevel.Reverse()
+
+
 @pytest.fixture
 def double():
     """float64 for everything that is made in the test."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def single(double):
+    """float32 again, in a file whose other tests are in float64."""
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def parts(double):
+    """Model, h, g, λ, x and y of data cleaning with six samples."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    lam = torch.zeros(6, requires_grad=True)
+
+    h, g = weighted(lam)
+    return model, h, g, lam, x, y
+
+
+@pytest.fixture
+def left_out(monkeypatch):
+    """The number of weights whose gradient was left out, for every step that the lean pullback went through."""
+    counts = []
+
+    class Counted(LeanProducts):
+        @contextmanager
+        def taking_gradient(self):
+            with super().taking_gradient():
+                yield
+            counts.append(len(self.without_value))
+
+    monkeypatch.setattr(lean, "LeanProducts", Counted)
+    return counts

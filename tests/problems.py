@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -135,3 +138,95 @@ def weighted(lam: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]
         return F.cross_entropy(model(x), y)
 
     return h, g
+
+
+REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError)
+
+
+def says(error: BaseException, words: tuple[str, ...]) -> None:
+    assert re.match(r"bilevel\.\w+: ", str(error)), f"a bare {type(error).__name__}: {error}"
+    for word in words:
+        assert re.search(word, str(error), re.IGNORECASE), f"{word!r} is not in: {error}"
+
+
+@contextlib.contextmanager
+def refused(*words: str):
+    """Refused: one of ours, that names the mistake and what to do."""
+    with pytest.raises(REFUSALS) as caught:
+        yield
+    says(caught.value, words)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class OnceModule(nn.Module):
+    def forward(self, x):
+        return Once.apply(x)
+
+
+N, M = 12, 5  # parts of 3, 3, 2, 2 and 2 samples
+
+
+class Cleaning:
+    """Data cleaning with a small network in float64: λ has a weight for each sample, and a scale."""
+
+    def __init__(self, seed=0, n=N):
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        self.x, self.y = torch.randn(n, 4).double(), torch.randint(3, (n,))
+        self.xv, self.yv = torch.randn(7, 4).double(), torch.randint(3, (7,))
+        self.rows = torch.randperm(20)[:n]
+        self.lam = torch.randn(20).double().requires_grad_()
+        self.scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def h(self, model, x, y, rows):
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        decay = sum(p.square().sum() for p in model.parameters())
+        return (self.lam[rows].sigmoid() * losses).mean() + 0.05 * self.scale.exp() * decay
+
+    def g(self, model, x, y):
+        return F.cross_entropy(model(x) * (1 + self.scale.sin()), y)
+
+    @property
+    def inputs(self):
+        return [self.lam, self.scale]
+
+    def run(self, micro, steps=3, inputs=None, **options):
+        """The losses of the steps, the hypergradients, and the weights."""
+        torch.manual_seed(1)
+        options = {"lr": 0.2, **options}
+        with bilevel.inner(self.model, self.h, self.g, check=False, **options) as loop:
+            for _ in range(steps):
+                losses = loop.step(self.x, self.y, self.rows, outer=(self.xv, self.yv), micro=micro)
+            grads = loop.hypergrad(self.inputs if inputs is None else inputs)
+            return [*(x for x in losses[:2] if x is not None), *grads, *(w.detach() for w in loop.weights.values())]
+
+
+def step(data, h, *batch, **options):
+    with bilevel.inner(data.model, h, data.g, solver="gd", lr=0.1, check=False) as loop:
+        return loop.step(*(batch or (data.x, data.y)), micro=4, **options)
+
+
+def snapshot(model):
+    tensors = {n: t.detach().clone() for n, t in (*model.named_parameters(), *model.named_buffers())}
+    return tensors, [m.training for m in model.modules()], [p.grad for p in model.parameters()]
+
+
+def same(model, before):
+    tensors, modes, grads = snapshot(model)
+    return (
+        all(torch.equal(tensors[n], t) for n, t in before[0].items())
+        and modes == before[1]
+        and all(a is b for a, b in zip(grads, before[2], strict=True))
+        and all(isinstance(p, nn.Parameter) for p in model.parameters())
+    )

@@ -1,4 +1,4 @@
-"""A hypergradient that is killed and goes on: what the processes of tests/test_resume.py run."""
+"""A hypergradient that is killed and goes on: what the processes of tests/hypergrad/test_journal.py run."""
 
 import os
 import signal

@@ -1,6 +1,7 @@
 """Imports go one way, the rooms do not know each other, and docs/architecture.md shows the graph that the code has."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -88,3 +89,35 @@ def test_an_upward_edge_is_found_whatever_way_it_is_written(tmp_path):
         Edge("solvers", "schedules"),
         Edge("pullback/base", "graph"),
     }
+
+
+TESTS = Path(__file__).parent
+BY_CONTRACT = {  # hypergrad/test_every_engine.py and pullback/test_every_pullback.py
+    "hypergrad/__init__",
+    "hypergrad/base",
+    "pullback/__init__",
+    "pullback/base",
+    "pullback/plain",
+}
+
+
+def test_every_module_has_its_test_file():
+    wanted = {str(Path(m).parent / f"test_{Path(m).name}.py") for m in modules() if m not in BY_CONTRACT | {"__init__"}}
+    assert {name for name in wanted if not (TESTS / name).is_file()} == set()
+
+
+def test_no_test_file_imports_another():
+    found = [
+        (path.name, name)
+        for path in TESTS.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        if name.startswith("test_")
+    ]
+    assert found == []

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+import contract
 import pytest
-import test_engines as contract
 import torch
 from problems import Ridge, differences, relative, weighted
 from torch import nn
@@ -44,16 +44,20 @@ def test_names_from_the_top_are_enough():
 
 @pytest.mark.parametrize("engine", [*ENGINES, "rerun"])
 def test_the_solver_under_every_engine(engine):
-    contract.test_every_engine_differentiates_every_solver("fade out", engine)
+    contract.differentiates("fade out", engine)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_the_engine_under_every_solver(solver):
-    contract.test_every_engine_differentiates_every_solver(solver, "rerun")
+    contract.differentiates(solver, "rerun")
 
 
 def test_the_engine_takes_the_same_steps():
-    contract.test_every_engine_takes_the_same_steps("rerun")
+    contract.takes_the_same_steps("rerun")
+
+
+def test_the_engine_passes_gradients_to_tensors_of_the_batch():
+    contract.passes_gradients_to_tensors_of_the_batch("rerun")
 
 
 def test_the_engine_gets_back_to_the_initial_weights():

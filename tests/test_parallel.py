@@ -1,16 +1,24 @@
 """Several processes that share an inner problem find what one process finds on the union of their batches."""
 
+from __future__ import annotations
+
+import json
+import os
 import re
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from problems import relative
+from handle import SAMPLES, judge
+from handle_ranks import OF_GROUPS, SIZE, TOGETHER, together
+from plain_loop import RATE, data, mlp, start
+from problems import refused, relative, says, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -154,3 +162,206 @@ def test_the_example_of_the_docs():
     assert sorted(ranks_) == ["0", "1"]
     assert shared[0] == shared[1]
     assert own[0] != own[1]
+
+
+# --- processes ---
+
+
+@pytest.fixture
+def world(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def ddp(model):
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def fsdp(model):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a world of one
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def fully_sharded(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+@pytest.mark.parametrize("part", [False, True], ids=["the model", "a part of it"])
+@pytest.mark.parametrize("wrap", [ddp, fsdp, fully_sharded])
+def test_parallel_models_without_a_group(wrap, part, engine):
+    """Their reduction hangs on .backward(), which no block calls: each rank would go its own way."""
+    lam = start()
+    model = nn.Sequential(nn.Linear(3, 3), wrap(mlp())) if part else wrap(mlp())
+    with refused("group=", "Distributed|DDP" if wrap is ddp else "FSDP|Sharded|fully_shard"):
+        with bilevel.inner(model, *weighted(lam), solver="gd", lr=RATE, engine=engine, check=False) as loop:
+            loop.run(2, *data(), outer=data(5))
+            loop.hypergrad(lam)
+
+
+DIFFERING = """
+import datetime, json, sys, torch, torch.distributed as dist, bilevel_plugin as bilevel
+from torch import nn
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.set_default_dtype(torch.float64)
+
+def start(roll=0, shape=(3, 2)):
+    model = nn.Linear(*shape)
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.copy_(torch.linspace(-1, 1, p.numel()).roll(i + roll).view_as(p))
+    return model
+
+def run(model=None, steps=2, rate=0.1, **options):
+    model = model or start()
+    lam = torch.zeros((), requires_grad=True)
+    mean = lambda m, x: lam.exp() * m(x).square().mean()
+    options = {"solver": "gd", "lr": rate, **options}
+    with bilevel.inner(model, mean, mean, group=dist.group.WORLD, check=False, **options) as loop:
+        for _ in range(steps):
+            loop.step(torch.ones(4, 3), outer=torch.ones(4, 3))
+        loop.hypergrad(lam)
+
+def sgd(lr, **options):
+    model = start()
+    run(model, lr=None, optimizer=torch.optim.SGD(model.parameters(), lr, **options))
+
+CASES = {
+    "nothing": lambda: run(),
+    "permuted weights": lambda: run(start(roll=rank)),
+    "other rates": lambda: run(rate=0.1 * (1 + rank)),
+    "other rates of an optimizer": lambda: sgd(0.1 * (1 + rank)),
+    "other momentum": lambda: sgd(0.1, momentum=0.5 * (1 + rank) / 2),
+    "other solvers": lambda: run(solver="gd" if rank else "penalty"),
+    "one step more": lambda: run(steps=2 + rank),
+    "one step less": lambda: run(steps=3 - rank),
+    "other engines": lambda: run(engine="unroll" if rank else "reverse"),
+}
+for i, name in enumerate(list(CASES)[int(sys.argv[3]):]):
+    dist.init_process_group("gloo", f"file://{folder}/{sys.argv[3]}.{i}", datetime.timedelta(seconds=10), 2, rank)
+    try:
+        CASES[name]()
+        found = "nothing was wrong"
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+    with open(f"{folder}/{rank}.jsonl", "a") as file:
+        print(json.dumps([name, found]), file=file)
+    dist.destroy_process_group()
+"""
+
+
+DIFFER = {
+    "permuted weights": "different weights",
+    "other rates": "rate|different",
+    "other rates of an optimizer": "rate|different|lr",
+    "other momentum": "momentum|different",
+    "other solvers": "solver|rate|different|weights",
+    "one step more": "out of step|steps",
+    "one step less": "out of step|steps",
+    "other engines": "engine|out of step|different",
+}
+
+
+@pytest.fixture(scope="module")
+def differing(tmp_path_factory):
+    """What each of two ranks was told. If one dies in a case, two others go on with the next."""
+    folder, found = tmp_path_factory.mktemp("ranks"), [{}, {}]
+    cases = ["nothing", *DIFFER]
+    while any(len(rank) < len(cases) for rank in found):
+        done = min(map(len, found))
+        command = [sys.executable, "-W", "error", "-c", DIFFERING]
+        where = {"stderr": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[1]}
+        both = [subprocess.Popen([*command, str(r), str(folder), str(done)], **where) for r in range(2)]
+        errors = []
+        for process in both:
+            try:
+                errors.append(process.communicate(timeout=60)[1])
+            except subprocess.TimeoutExpired:
+                process.kill()
+                errors.append("it hung")
+        for r, rank in enumerate(found):
+            lines = (folder / f"{r}.jsonl").read_text().splitlines() if (folder / f"{r}.jsonl").exists() else []
+            rank.update(json.loads(line) for line in lines)
+        died = cases[min(map(len, found))] if any(len(rank) < len(cases) for rank in found) else None
+        for rank, error in zip(found, errors, strict=True):
+            if died is not None:
+                rank.setdefault(died, f"the process died: {error}")
+    return found
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("case", DIFFER)
+def test_ranks_that_differ_are_told_so_on_both(differing, case):
+    for rank in differing:
+        assert rank["nothing"] == "nothing was wrong"
+        kind, _, message = rank[case].partition(": ")
+        assert kind in ("RuntimeError", "ValueError"), rank[case]
+        says(RuntimeError(message), (DIFFER[case],))
+
+
+# --- several processes ---
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes found."""
+    folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parent.parent
+    command = [sys.executable, "-W", "error", str(root / "tests" / "handle_ranks.py")]
+    paths = os.pathsep.join((str(root), *filter(None, [os.environ.get("PYTHONPATH")])))
+    env = {**os.environ, "PYTHONPATH": paths}
+    started = [
+        subprocess.Popen([*command, str(r), str(folder)], stderr=subprocess.PIPE, text=True, cwd=root, env=env)
+        for r in range(SIZE)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in started]
+    assert not any(process.returncode for process in started), "\n".join(errors)
+    return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(SIZE)]
+
+
+needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+@pytest.mark.usefixtures("double")
+@needs_processes
+@pytest.mark.parametrize("engine", OF_GROUPS)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_processes_find_what_the_plain_loop_on_both_their_batches_does(ranks, name, engine):
+    case = together(name, None)
+    state, value = case.alone()
+    per_rank = [rank[f"{name}, {engine}"] for rank in ranks]
+    for found, got, _ in per_rank:
+        torch.testing.assert_close(found, state, rtol=1e-11, atol=1e-12)
+        assert got == pytest.approx(value, rel=1e-11)
+    own = sum(grad[:SAMPLES] for _, _, grad in per_rank)  # a rank has a gradient for its own samples alone
+    for r, (_, _, grad) in enumerate(per_rank):
+        others = torch.arange(SAMPLES).view(SIZE, 4)[1 - r]
+        assert float(grad[others].abs().max()) == 0.0
+        assert torch.equal(grad[SAMPLES:], per_rank[0][2][SAMPLES:])
+    judge(case, torch.cat([own, per_rank[0][2][SAMPLES:]]))
+
+
+@pytest.mark.usefixtures("double")
+@needs_processes
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("more micro-batches", "ranks"),
+        ("one gathers", "ranks"),
+        ("a learned direction", "function of the direction"),
+    ],
+)
+def test_a_mistake_of_one_process_is_told_to_all(ranks, mistake, words):
+    for rank in ranks:
+        told = rank["mistakes"][mistake]
+        assert re.match(r"\w+: bilevel\.\w+: ", told), told
+        assert words in told

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from contract import ENGINES, OWN
 from problems import differences, relative
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,15 +21,10 @@ import bilevel_plugin as bilevel
 
 pytestmark = pytest.mark.usefixtures("double")
 
-OWN = {"reverse": "reverse", "sqrt": bilevel.Reverse("sqrt"), "forward": "forward"}  # the parameters are the leaves
-SWAPPED = {"memory": bilevel.Reverse(memory="1GiB"), "unroll": "unroll"}  # the weights are tensors of their own
-ENGINES = {**OWN, **SWAPPED}
 STEPS, RATE, TOLERANCE = 4, 0.3, 1e-7
 
 Stop = Callable[[Any], Any]  # .detach() in the plain loop, bilevel.stop_gradient in the block
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
-
-every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
 
 def detach(x: Tensor) -> Tensor:
@@ -158,13 +154,11 @@ UPDATES: dict[str, dict[str, Any]] = {
 }
 
 
-@every_engine
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_as_differences_of_the_plain_loop(engine, update):
     exact(temporal_differences(), engine, **update)
 
 
-@every_engine
 def test_a_plain_detach_has_another_gradient(engine):
     """What the tests here would find if stop_gradient were x.detach() inside of a block."""
     case = temporal_differences()
@@ -219,7 +213,6 @@ def test_compiled(update, compiler):
 # --- where it stands ---
 
 
-@every_engine
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_beside_batch_norm_and_dropout(engine, mode):
     """The stopped branch updates running statistics and draws random numbers like the other; g may read them."""
@@ -269,7 +262,6 @@ def test_activation_checkpointing(engine, reentrant, where):
     exact(case._replace(h=h), engine)
 
 
-@every_engine
 @pytest.mark.parametrize("solver", ["bigsam", "penalty"])
 def test_in_g_of_a_step(engine, solver):
     """A step that descends g stops in it. At the end g is differentiated in full, as differences see it."""
@@ -290,7 +282,6 @@ def test_in_g_of_a_step(engine, solver):
     assert relative(grad, by_differences(case, descend=descend)) < TOLERANCE
 
 
-@every_engine
 def test_nested(engine):
     """Stopped twice is stopped, and so is what is computed from something stopped and something that is not."""
     case = temporal_differences()
@@ -306,7 +297,6 @@ def test_nested(engine):
     exact(case._replace(h=h), engine)
 
 
-@every_engine
 def test_random_numbers_in_the_stopped_branch(engine):
     case = temporal_differences()
 
@@ -317,7 +307,6 @@ def test_random_numbers_in_the_stopped_branch(engine):
     exact(case._replace(h=h), engine)
 
 
-@every_engine
 def test_a_weight_that_only_the_stopped_branch_reads(engine):
     """The plain loop leaves it without .grad: no decay, no momentum."""
     case = temporal_differences()
@@ -345,7 +334,6 @@ def test_a_weight_that_only_the_stopped_branch_reads(engine):
     assert all(torch.equal(x, before[n]) for n, x in model.left.state_dict().items())
 
 
-@every_engine
 def test_a_gradient_that_h_takes_itself(engine):
     """A gradient penalty: torch.autograd.grad in h does not go through what is stopped, as with .detach()."""
     case = temporal_differences()
@@ -364,7 +352,6 @@ def test_a_gradient_that_h_takes_itself(engine):
     exact(case._replace(h=h), engine)
 
 
-@every_engine
 def test_on_the_way_from_an_outer_network(engine):
     """What is stopped may come from a batch with a graph of its own: its derivative goes on to what made it."""
     case = temporal_differences()
@@ -451,7 +438,6 @@ def test_second_order_hypergradients():
 # --- players: steps on one part of the model, another loss, micro-batches ---
 
 
-@every_engine
 def test_two_players(engine):
     """A critic that sees what the generator makes as a constant, and the other way round."""
     torch.manual_seed(0)
@@ -496,7 +482,6 @@ def test_two_players(engine):
     assert relative(grad, expected) < TOLERANCE
 
 
-@every_engine
 def test_accumulated_gradients(engine):
     """Two micro-batches to a step: each stops as it would alone."""
     case = temporal_differences()
@@ -560,14 +545,12 @@ def recurrent() -> Case:
     return Case(model, h, g, lam)
 
 
-@every_engine
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_a_buffer_that_is_left_stopped_is_state(engine, update):
     """Truncated backpropagation through time, an average of weights: constant in the next step, and followed."""
     exact(recurrent(), engine, **update)
 
 
-@every_engine
 def test_written_in_place(engine):
     """An average that is updated in place, as most are: followed, or refused by name; never left out in silence."""
     case = recurrent()
@@ -591,7 +574,6 @@ def test_written_in_place(engine):
             raise
 
 
-@every_engine
 @pytest.mark.parametrize("renewed", [(2, 4), (1, 2, 3), (3,)])
 def test_a_target_network_that_is_renewed_now_and_then(engine, renewed):
     """Between its renewals it stays as it is; what a step does not write, it hands on."""
@@ -671,7 +653,6 @@ def test_a_buffer_that_is_left_with_a_graph():
         block(case, "reverse", stop=lambda x: x)
 
 
-@every_engine
 def test_the_buffers_come_back(engine):
     case = recurrent()
     before, expected = copy.deepcopy(case.model.state_dict()), plain(case)[0]
@@ -685,7 +666,6 @@ def test_the_buffers_come_back(engine):
     assert all(torch.equal(x, before[n]) for n, x in case.model.state_dict().items())
 
 
-@every_engine
 def test_a_hidden_state_that_goes_through_the_batch(engine):
     """What h returns beside its loss has no derivative from step to step: refused, with the way that has one."""
     case = recurrent()
@@ -774,7 +754,6 @@ def test_under_no_grad():
     torch.testing.assert_close(got, block(case, "reverse", steps=3)[1], rtol=1e-12, atol=0)
 
 
-@every_engine
 @pytest.mark.parametrize("make", [temporal_differences, recurrent])
 def test_the_sentinel_has_nothing_to_say(engine, make):
     block(make(), engine, check="always")  # a warning would be an error here

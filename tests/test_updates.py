@@ -1,12 +1,50 @@
 """Inner optimizers: the trajectory of torch.optim itself, and derivatives through it."""
 
+from __future__ import annotations
+
+import copy
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import Vector, differences, hypergrad, value
-from torch import nn
+from handle import (
+    HALVES,
+    Plain,
+    adamw,
+    agree,
+    both,
+    draw,
+    momentum,
+    nadam,
+    tasks_case,
+    tasks_data,
+    two_halves,
+    weighted_samples,
+)
+from plain_loop import (
+    RATE,
+    Words,
+    attempt,
+    block,
+    data,
+    exact,
+    judge,
+    losses,
+    mlp,
+    plain,
+    right_or_refused,
+    sgd,
+    start,
+    tensors,
+)
+from problems import REFUSALS, Vector, differences, hypergrad, refused, says, value, weighted
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import bilevel_plugin as bilevel
+
+pytestmark = pytest.mark.usefixtures("double")
 
 RULES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -164,3 +202,309 @@ def test_wrong_optimizers():
         TypeError, match=r"(?s)LBFGS is not known.*Known are ASGD, Adadelta, .*@bilevel.optimizer_rule\(LBFGS\)"
     ):
         bilevel.inner(model, h, h, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+# --- models and modes ---
+
+
+@pytest.mark.usefixtures("single")
+def test_a_wrapped_optimizer_is_to_be_unwrapped():
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = nn.Linear(2, 1)
+    wrapped = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(TypeError, match=r"Give the wrapped one: optimizer.optimizer"):
+        bilevel.inner(model, lambda m: m.weight.sum(), lambda m: m.weight.sum(), optimizer=wrapped)
+
+
+# --- hooks ---
+
+
+def clip_values(optimizer, *_):
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad.mul_(0.5)
+
+
+def project(optimizer, *_):
+    with torch.no_grad():
+        for p in optimizer.param_groups[0]["params"]:
+            p.mul_(0.9)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before, everywhere", "after, everywhere"])
+def test_hooks_of_optimizers(when, engine):
+    """Clipping before a step, a projection after it."""
+    hook = clip_values if when.startswith("before") else project
+    handles = []
+
+    def hooked(model):
+        optimizer = sgd(model)
+        if when == "before":
+            optimizer.register_step_pre_hook(hook)
+        elif when == "after":
+            optimizer.register_step_post_hook(hook)
+        return optimizer
+
+    if when == "before, everywhere":
+        handles.append(register_optimizer_step_pre_hook(hook))
+    elif when == "after, everywhere":
+        handles.append(register_optimizer_step_post_hook(hook))
+    try:
+        assert not right_or_refused(losses(mlp), engine, "hook", optimizer=hooked)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("how", ["its own", "another one"])
+def test_optimizer_step_in_the_block(how, engine):
+    """It was left where the plain loop had it: two steps in one."""
+    lam, batch, outer = start(), data(), data(5)
+    h, g = weighted(lam)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    other = torch.optim.SGD(model.parameters(), RATE) if how == "another one" else optimizer
+
+    def between(k):
+        h(model, *batch).backward(inputs=list(model.parameters()))
+        other.step()
+
+    with refused(r"optimizer\.step|\.step\(\)|by hand"):
+        options = {"optimizer": optimizer, "lr": None, "engine": engine}
+        attempt(model, h, g, lam, batch, outer, between=between, but="grad", **options)
+    held = tensors(model)
+    h(model, *batch).backward()
+    optimizer.step()  # after the block it is the user's again
+    assert not torch.equal(model[0].weight, held["0.weight"])
+
+
+def test_optimizer_step_in_the_block_without_gradients(engine):
+    """It does nothing, in torch as well."""
+    exact(losses(mlp), engine, between=lambda k, m, o: idle(m, o))
+
+
+def idle(model, optimizer):
+    held = [p.grad for p in model.parameters()]
+    optimizer.zero_grad()
+    optimizer.step()
+    for p, grad in zip(model.parameters(), held, strict=True):
+        p.grad = grad
+
+
+def test_the_step_of_the_outer_optimizer_in_the_block_is_none_of_our_business():
+    """λ moves after each inner step, and the gradient goes back one step."""
+    lam, (x, y), outer = start(), data(), data(5)
+    adam, model = torch.optim.Adam([lam], 0.1), mlp()
+    held = lam.detach().clone()
+    engine = bilevel.Reverse(truncate=1)
+    with bilevel.inner(model, *weighted(lam), solver="gd", lr=RATE, engine=engine, check=False) as loop:
+        for _ in range(3):
+            loop.step(x, y, outer=outer)
+            adam.zero_grad()
+            loop.backward()
+            adam.step()
+    assert bool((lam != held).all())
+
+
+# --- options of value 0 ---
+
+
+ZEROS = {
+    "SGD": {"weight_decay": {}, "momentum": {}, "dampening": {"momentum": 0.9}, "lr": {}},
+    "Adam": {"weight_decay": {"eps": 0.1}, "lr": {"eps": 0.1}},
+    "AdamW": {"weight_decay": {"eps": 0.1}, "lr": {"eps": 0.1}},
+}
+
+
+@pytest.mark.parametrize(("kind", "option"), [(k, o) for k, options in ZEROS.items() for o in options])
+def test_optimizer_options_that_are_tensors_of_value_0(kind, option, engine):
+    """`if group["weight_decay"]:` is false, and yet the derivative is not 0."""
+    more = {"lr": 0.1, **({} if kind == "SGD" else {"weight_decay": 0.0}), **ZEROS[kind][option]}
+    make = lambda m, value: getattr(torch.optim, kind)(m.parameters(), **{**more, option: value})
+
+    def by_number(model):
+        optimizer = make(model, 0.0)
+        optimizer.param_groups[0][option] = float(zero.detach())  # its constructor refuses what is below 0
+        return optimizer
+
+    build = lambda _: losses(mlp)(start().detach())
+    zero = torch.zeros((), requires_grad=True)
+    found = block(build, zero, engine, optimizer=lambda m: make(m, zero))
+    judge(found, build, zero, bits=False, optimizer=by_number)
+
+
+@pytest.mark.parametrize("rule", ["penalty", "bigsam", "gd"])
+def test_rates_that_are_tensors_of_value_0(rule, engine):
+    zero, lam = torch.zeros((), requires_grad=True), start().detach()
+    solver = {
+        "penalty": lambda: bilevel.Penalty(RATE, zero),
+        "bigsam": lambda: bilevel.BiGSAM(RATE, s=zero, alpha=0.5),
+        "gd": lambda: bilevel.GD(zero),
+    }[rule]()
+    torch.manual_seed(0)
+    model, h, g, batch, outer = losses(mlp)(lam)
+
+    def by_hand() -> float:
+        z, one = float(zero.detach()), copy.deepcopy(model)
+        c_h, c_g = {"penalty": (RATE, RATE * z), "bigsam": (RATE / 2, z / 2), "gd": (z, 0.0)}[rule]
+        for _ in range(3):
+            grads = torch.autograd.grad(c_h * h(one, *batch) + c_g * g(one, *outer), list(one.parameters()))
+            with torch.no_grad():
+                for p, d in zip(one.parameters(), grads, strict=True):
+                    p -= d
+        return float(g(one, *outer).detach())
+
+    got = attempt(model, h, g, zero, batch, outer, 3, solver=solver, lr=None, engine=engine)
+    assert abs(float(got)) > 1e-6
+    assert float(got) == pytest.approx(differences(by_hand, zero, torch.ones(())), rel=1e-6)
+
+
+# --- what changed between a step and its replay ---
+
+
+@pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
+def test_an_optimizer_whose_options_change_after_the_steps(engine, lr):
+    """A scheduler's last call, between the last step and hypergrad: recorded, or noticed."""
+    rate = copy.copy(lr)
+
+    def optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr.clone() if isinstance(lr, Tensor) else lr, momentum=0.5)
+
+    def between(k, m, o):
+        if isinstance(lr, Tensor):
+            o.param_groups[0]["lr"].mul_(0.5)
+        else:
+            o.param_groups[0]["lr"] *= 0.5
+        o.param_groups[0]["momentum"] = 0.5 - 0.1 * k
+
+    assert right_or_refused(
+        losses(lambda: nn.Linear(3, 2, bias=False)), engine, "changed", optimizer=optimizer, between=between
+    )
+    assert float(rate) == float(lr)
+
+
+# --- sparse gradients and batches ---
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_an_embedding_with_sparse_gradients(engine, momentum):
+    optimizer = lambda m: torch.optim.SGD(m.parameters(), RATE, momentum=momentum)
+    exact(losses(lambda: Words(sparse=True)), engine, bits=False, optimizer=optimizer)
+
+
+# --- crashes, swallowed errors, riddles ---
+
+
+@pytest.mark.parametrize("of", ["lr=", "a solver", "an optimizer"])
+def test_a_rate_of_shape_1(of, engine):
+    """Right, with a gradient of that shape; or a sentence."""
+    build = lambda _: losses(mlp)(start().detach())
+    rate = torch.tensor([RATE], requires_grad=True)
+    torch.manual_seed(0)
+    model, h, g, batch, outer = build(None)
+    how: dict[str, Any] = {
+        "lr=": {"lr": rate},
+        "a solver": {"solver": bilevel.GD(rate), "lr": None},
+        "an optimizer": {"optimizer": torch.optim.SGD(model.parameters(), rate), "lr": None},
+    }[of]
+    by_number = lambda: (
+        plain(build, rate, optimizer=lambda m: torch.optim.SGD(m.parameters(), float(rate.detach()))).value
+    )
+    try:
+        got = attempt(model, h, g, rate, batch, outer, engine=engine, **how)
+    except REFUSALS as error:
+        says(error, ("scalar|shape",))
+    else:
+        assert got.shape == (1,)
+        assert float(got) == pytest.approx(differences(by_number, rate, torch.ones(1)), rel=1e-6)
+
+
+# --- lr= beside optimizer= ---
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+@pytest.mark.parametrize("optimizer", [momentum, adamw, nadam, both], ids=["momentum", "adamw", "nadam", "both"])
+@pytest.mark.parametrize("form", ["fixed", "function", "tensor", "function of a tensor"])
+def test_a_factor_on_the_rates(engine, optimizer, form):
+    learnable = torch.tensor(0.6, requires_grad=True)
+    factor = {
+        "fixed": torch.tensor(0.6),
+        "function": lambda k: 0.8 / k,
+        "tensor": learnable,
+        "function of a tensor": lambda k: learnable / k,
+    }[form]
+    case = weighted_samples(two_halves, optimizer=optimizer, options={"lr": factor})
+    if "tensor" in form:
+        case.outer["factor"] = learnable
+    agree(case, engine)
+
+
+def test_a_learnable_factor_under_a_scheduler(engine):
+    learnable = torch.tensor(0.6, requires_grad=True)
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, 4) for o in made]
+        for _ in range(3):
+            two_halves(loop, steps=1)
+            for scheduler in schedulers:
+                scheduler.step()
+
+    case = weighted_samples(body, optimizer=both, options={"lr": learnable})
+    case.outer["factor"] = learnable
+    agree(case, engine)
+
+
+# --- the optimizer's state after the block ---
+
+
+@pytest.mark.parametrize("optimizer", [momentum, adamw, nadam, both], ids=["momentum", "adamw", "nadam", "both"])
+def test_a_second_block_goes_on_where_the_first_ended(engine, optimizer):
+    """Weights, buffers and the optimizers' state are written back: two blocks are one plain loop."""
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        two_halves(loop, steps=1)
+        loop.step(draw(HALVES[0]), HALVES[0], only=model[0])
+
+    case = weighted_samples(body, optimizer=optimizer)
+    models = [copy.deepcopy(case.model) for _ in range(2)]
+    made = [optimizer(model) for model in models]
+    torch.manual_seed(1)
+    plain = Plain(models[0], case.h, case.g, made[0])
+    body(plain, models[0], made[0])
+    body(plain, models[0], made[0])
+    torch.manual_seed(1)
+    for _ in range(2):
+        with bilevel.inner(models[1], case.h, case.g, solver="gd", optimizer=made[1], engine=engine) as loop:
+            body(loop, models[1], made[1])
+            loop.commit_(optimizer=True)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-12, atol=1e-13)
+    states = [[o.state_dict() for o in (m if isinstance(m, list) else [m])] for m in made]
+    torch.testing.assert_close(states[1], states[0], rtol=1e-12, atol=1e-13, check_dtype=False)
+    # and a plain loop goes on from there
+    for model, stepper in zip(models, made, strict=True):
+        torch.manual_seed(4)
+        body(Plain(model, case.h, case.g, stepper), model, stepper)
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-12, atol=1e-13)
+
+
+def test_without_the_option_the_optimizer_is_left_alone():
+    case = weighted_samples(two_halves)
+    stepper = adamw(case.model)
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", optimizer=stepper) as loop:
+        two_halves(loop)
+        loop.commit_()
+    assert not stepper.state
+
+
+def test_the_state_of_no_optimizer_or_of_tasks():
+    case = tasks_case(None)
+    stepper = adamw(case.model)
+    x, y, _ = tasks_data()
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", optimizer=stepper, tasks=2) as loop:
+        loop.step(x, y)
+        with refused("commit_"):
+            loop.commit_(optimizer=True)
+    assert not stepper.state
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", lr=0.1) as loop:
+        loop.step(x[0], y[0])
+        with refused("commit_", "optimizer"):
+            loop.commit_(optimizer=True)

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from data_files import idx, mnist_files, subset, write_files, write_tar
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from test_data import idx, mnist_files, subset, write_files, write_tar
 
 from bilevel_recipes import data
 from bilevel_recipes.few_shot import sources

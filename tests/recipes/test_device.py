@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_meta import OneDevice
+from one_device import OneDevice
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 

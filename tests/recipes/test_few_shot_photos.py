@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from photo_folders import fails, noise, write_digits
 from PIL import Image
 from safetensors.torch import save
-from sklearn.datasets import load_digits
 
 from bilevel_recipes.few_shot import Episodes, Images, load_encoder, photos
 from bilevel_recipes.few_shot.__main__ import main, parse
@@ -22,22 +22,8 @@ from bilevel_recipes.few_shot.collection import labelled, look, read, resize, un
 from bilevel_recipes.few_shot.encoder import Encoder, Head, Spec, build_body, save_encoder
 from bilevel_recipes.few_shot.photos import gather, split_classes
 from bilevel_recipes.few_shot.sources import Part
-from bilevel_recipes.vision import torchvision
 
 QUICK = ["--outer-steps", "10", "--images", "40", "--test-tasks", "20", "--quiet", "--threads", "1"]
-
-
-def write_digits(folder: Path, classes: range, count: int, begin: int = 0) -> Path:
-    digits = load_digits()
-    for c in classes:
-        (folder / f"digit {c}").mkdir(parents=True)
-        for i in np.flatnonzero(digits.target == c)[begin : begin + count]:
-            Image.fromarray((digits.images[i] * 255 / 16).astype(np.uint8)).save(folder / f"digit {c}" / f"{i}.png")
-    return folder
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +36,6 @@ def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "out"
     assert main([str(folder), *QUICK, "--out", str(out)]) == 0
     return out
-
-
-def fails(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    """The error of a command that is refused: one line."""
-    assert main([*map(str, argv), *([] if "--quiet" in argv else ["--quiet"])]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("bilevel-fewshot: error: ")
-    assert error.count("\n") == 1
-    assert "bilevel-clean" not in error
-    return error
 
 
 # --- the encoder as a file -------------------------------------------------------------------------------------
@@ -305,17 +281,6 @@ def test_two_classes_are_trained_on_and_not_measured(tmp_path: Path, capsys: pyt
     assert "was not measured" in printed
     assert "2 for training, 0 for validation, 0 for test" in printed
     assert load_encoder(tmp_path / "out").spec.about["accuracy"] is None
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of torchvision's with random weights, as its state dict."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        model = torchvision("models").resnet18(weights=None)
-    file = tmp_path_factory.mktemp("weights") / "resnet18.pth"
-    torch.save(model.state_dict(), file)
-    return file
 
 
 def test_a_frozen_model_keeps_its_weights_and_learns_rates(

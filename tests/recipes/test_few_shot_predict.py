@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from photo_folders import fails, noise, write_digits
 from PIL import Image
-from test_few_shot_photos import fails, noise, weights, write_digits
 
 from bilevel_recipes.clean import report
 from bilevel_recipes.few_shot import page
@@ -21,7 +21,6 @@ from bilevel_recipes.few_shot.__main__ import main, parse
 from bilevel_recipes.few_shot.encoder import Spec, build_body, save_encoder
 from bilevel_recipes.few_shot.heads import DEFAULT, Head, learn_rates, leave_one_out, probabilities
 
-__all__ = ["weights"]  # a fixture
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<img src=x onerror=alert(1)>"
 

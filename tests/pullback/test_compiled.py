@@ -1,13 +1,19 @@
 """Reverse(compile=True): the same numbers, and an eager run with a reason where it can't be."""
 
+from __future__ import annotations
+
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
+from handle import HALVES, agree, draw, weighted_samples
+from plain_loop import COMPILER, attempt, data, losses, mlp, right_or_refused, start
 from problems import relative, weighted
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import bilevel_plugin as bilevel
 from bilevel_plugin.hypergrad.plan import fewest_reruns
@@ -232,3 +238,48 @@ def test_a_changed_number_is_noticed():
         scale[0] = 2.0
         with pytest.raises(RuntimeError, match="ended elsewhere"):
             loop.hypergrad(lam)
+
+
+# --- second derivatives that torch has not, or has wrong ---
+
+
+@pytest.mark.usefixtures("double")
+@COMPILER
+def test_weight_norm_under_compile(compiler):
+    build = losses(lambda: mlp(parametrizations.weight_norm(nn.Linear(4, 4))))
+    assert right_or_refused(build, bilevel.Reverse(compile=True), "weight_norm|compile", optimizer=None)
+
+
+# --- crashes, swallowed errors, riddles ---
+
+
+@pytest.mark.usefixtures("double")
+@COMPILER
+def test_the_ninth_compiled_model(compiler):
+    """torch's compiler gives up after eight: that is caught, and the numbers stay right."""
+    torch._dynamo.reset()
+    for width in range(3, 12):
+        lam, batch, outer = start(), data(), data(5)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
+        h, g = weighted(lam)
+        got = attempt(model, h, g, lam, batch, outer, 2, engine=bilevel.Reverse(compile=True))
+        assert relative(got, attempt(model, h, g, lam, batch, outer, 2)) < 1e-10
+
+
+# --- losses that return something beside ---
+
+
+@pytest.mark.usefixtures("double")
+def test_compiled_with_something_beside(compiler):
+    """It runs eagerly, says so, and is right."""
+    case = weighted_samples(lambda *_: None)
+    loss, kept = case.h, []
+    case.model = nn.Sequential(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 2))
+    case.h = lambda model, x, i: (loss(model, x, i), model[1].weight * 1.0)
+    case.body = lambda loop, model, made: kept.extend(loop.step(draw(HALVES[0]), HALVES[0]).aux for _ in range(3))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bilevel.Reverse: compile=True is off.*more than its value")
+        agree(case, bilevel.Reverse(compile=True))
+    plain, block = kept[:3], kept[3:6]
+    torch.testing.assert_close(block, [x.detach() for x in plain], rtol=1e-12, atol=1e-14)

@@ -12,7 +12,7 @@ import torch
 
 import bilevel_plugin as bilevel
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 JOURNAL = "sweep.journal"
 
 

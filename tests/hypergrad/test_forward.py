@@ -1,0 +1,45 @@
+"""Forward mode: what it follows, and what it says of the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from problems import Ridge, relative
+
+import bilevel_plugin as bilevel
+
+# --- names and options ---
+
+
+def test_forward_refuses_many_directions_and_what_it_did_not_follow(parts):
+    model, h, g, lam, x, y = parts
+    many = torch.zeros(300, requires_grad=True)
+    wide = lambda m, x, y: h(m, x, y) * many.exp().mean()
+    with bilevel.inner(model, wide, g, lr=0.1, engine="forward") as loop:
+        with pytest.raises(ValueError, match=r"would follow 30\d outer directions.*Forward\(wrt="):
+            loop.step(x, y, outer=(x, y))
+    with bilevel.inner(model, wide, g, lr=0.1, engine=bilevel.Forward(wrt=[lam])) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        followed = loop.hypergrad(lam)
+        with pytest.raises(ValueError, match=r"did not follow the input of shape .300,."):
+            loop.hypergrad([lam, many])
+    with bilevel.inner(model, wide, g, lr=0.1) as loop:
+        loop.run(3, x, y, outer=(x, y))
+        torch.testing.assert_close(loop.hypergrad(lam), followed)
+
+
+def test_forward_follows_a_non_leaf_that_is_named():
+    ridge = Ridge.random()
+    decay = ridge.lam.exp()
+    h = lambda m: (ridge.X @ m.w - ridge.y).square().sum() / 2 + decay * m.w.square().sum() / 2
+    grads = []
+    for how in (bilevel.Forward(wrt=[decay]), "reverse"):
+        with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, engine=how) as loop:
+            loop.run(5)
+            grads.append(loop.hypergrad(decay))
+    assert relative(*grads) < 1e-12
+    with bilevel.inner(ridge.model(), h, ridge.g, lr=0.2, engine="forward") as loop:
+        loop.run(5)
+        assert relative(loop.hypergrad(ridge.lam), grads[1] * decay.detach()) < 1e-12  # by name: the leaves
+        with pytest.raises(ValueError, match=r"did not follow the input of shape \(\)"):
+            loop.hypergrad(decay)

@@ -1,0 +1,54 @@
+"""Kernels whose second derivative is missing or wrong are replaced, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from plain_loop import Rows, Words, attempt, data, losses, right_or_refused
+from problems import REFUSALS, says
+from torch import nn
+
+import bilevel_plugin as bilevel
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+# --- models and modes ---
+
+
+def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
+    """Called by hand, the fused kernel of torch has a wrong second derivative; the parametrization is replaced."""
+    model, _, g, lam, x, y = parts
+    fused = lambda m, x, y: lam[0].exp() * g(m, x, y) + torch._weight_norm(m[0].weight, torch.ones(4, 1)).sum()
+    with bilevel.inner(model, fused, g, solver="gd", lr=0.1) as loop:
+        with pytest.raises(RuntimeError, match=r"uses torch's weight_norm and that has no second derivative"):
+            loop.step(x, y, outer=(x, y))
+
+
+# --- second derivatives that torch has not, or has wrong ---
+
+
+def test_an_embedding_whose_gradient_is_scaled_by_frequency(engine):
+    build = losses(lambda: Words(scale_grad_by_freq=True))
+    assert not right_or_refused(build, engine, "scale_grad_by_freq")
+
+
+# --- crashes, swallowed errors, riddles ---
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_under_tasks(kind):
+    """Right, or a sentence; what torch.vmap has to say of them is none."""
+    torch.manual_seed(0)
+    model, lam = Rows(kind(1, 4, batch_first=True)), torch.tensor(0.3, requires_grad=True)
+    h = lambda m, x, y: lam.exp() * F.cross_entropy(m(x), y)
+    g = lambda m, x, y: F.cross_entropy(m(x), y)
+    x, y = (torch.stack(parts) for parts in zip(data(), data(), strict=True))
+    try:
+        got = attempt(model, h, g, lam, (x, y), (x, y), 2, tasks=2)
+    except REFUSALS as error:
+        says(error, ("LSTM|GRU|RNN|recurrent", "tasks"))
+    else:
+        apart = [attempt(model, h, g, lam, (x[i], y[i]), (x[i], y[i]), 2) for i in range(2)]
+        torch.testing.assert_close(got, apart[0] + apart[1])

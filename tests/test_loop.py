@@ -1,0 +1,688 @@
+"""The handle: steps, losses, arguments by name, only=, h=, inputs, state; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from contract import ENGINES, IMPLICIT
+from handle import (
+    HALVES,
+    LR,
+    UPDATES,
+    Case,
+    Plain,
+    adamw,
+    agree,
+    both,
+    clip_norm,
+    draw,
+    momentum,
+    samples,
+    tasks_case,
+    two_halves,
+    weighted_samples,
+)
+from plain_loop import RATE, STEPS, attempt, block, data, exact, judge, losses, mlp, right_or_refused, start
+from problems import REFUSALS, Vector, refused, says, weighted
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import bilevel_plugin as bilevel
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def step_with(model, h, g, x, y, **options):
+    with bilevel.inner(model, h, g, solver=bilevel.BiGSAM(0.1, alpha=0.5), **options) as loop:
+        loop.step(x, y, outer=(x, y))
+
+
+# --- losses ---
+
+
+@pytest.mark.parametrize("which", ["h", "g"])
+@pytest.mark.parametrize(
+    ("returns", "error", "message"),
+    [
+        (lambda m, x: m(x), ValueError, r"{} must return a scalar, got a tensor of shape \(6, 2\).*\.mean\(\)"),
+        (lambda m, x: m(x).sum().item(), TypeError, r"{} must return a scalar tensor, got float.*loss\.item\(\)"),
+        (lambda m, x: (m(x).sum(), 1, 2), TypeError, r"{} must return a scalar tensor, got tuple"),
+        (lambda m, x: (1.0, m(x)), TypeError, r"{} must return a scalar tensor, got float"),
+        (lambda m, x: None, TypeError, r"{} must return a scalar tensor, got NoneType"),
+        (lambda m, x: m(x).argmax(), TypeError, r"{} must return a real floating-point loss, got torch.int64"),
+        (lambda m, x: m(x).sum().detach(), ValueError, r"{} does not depend on the weights"),
+        (lambda m, x: x.sum().requires_grad_(), ValueError, r"{} does not depend on the weights"),
+    ],
+)
+def test_what_a_loss_returns(parts, which, returns, error, message):
+    model, h, g, _, x, y = parts
+    bad = lambda m, x, y: returns(m, x)
+    with pytest.raises(error, match=r"bilevel.inner: " + message.format(which)):
+        step_with(model, *((bad, g) if which == "h" else (h, bad)), x, y)
+    with (
+        pytest.raises(error, match=r"bilevel.inner: " + message.format("g")),
+        bilevel.inner(model, h, bad, solver="gd", lr=0.1) as loop,
+    ):
+        loop.step(x, y, outer=(x, y))
+        loop.backward()
+
+
+def test_a_loss_that_is_no_function(parts):
+    model, h, _, _, _, _ = parts
+    with pytest.raises(TypeError, match=r"g must be a function of \(model, \*batch\), got Tensor"):
+        bilevel.inner(model, h, torch.zeros(()))
+
+
+def test_a_loss_with_other_arguments_than_its_batch(parts):
+    model, h, g, _, x, y = parts
+    with bilevel.inner(model, h, g, solver=bilevel.BiGSAM(0.1, alpha=0.5)) as loop:
+        with pytest.raises(TypeError, match=r"h\(model, \*batch\) was called with a batch of 1.*loop\.step"):
+            loop.step(x, outer=(x, y))
+        with pytest.raises(TypeError, match=r"g\(model, \*batch\) was called with a batch of 0.*outer=\(\.\.\.\)"):
+            loop.step(x, y, outer=())
+    with pytest.raises(TypeError, match=r"from the loss itself"), bilevel.inner(model, h, g, lr=0.1) as loop:
+
+        def raises(model, x, y):
+            raise TypeError("from the loss itself")
+
+        step_with(model, raises, g, x, y)
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll", "forward"])
+def test_a_loss_that_is_not_finite_names_its_step(parts, engine):
+    model, h, g, _, x, y = parts
+    count = 0
+
+    def breaks(model, x, y):
+        nonlocal count
+        count += 1
+        return h(model, x, y) * (math.nan if count == 3 else 1.0)
+
+    with bilevel.inner(model, breaks, g, solver="gd", lr=0.1, engine=engine) as loop:
+        loop.run(2, x, y)
+        with pytest.raises(FloatingPointError, match=r"h is nan at step k = 3. A smaller rate may help"):
+            loop.step(x, y)
+
+
+@pytest.mark.usefixtures("single")
+def test_weights_that_are_not_finite_name_the_step_that_made_them():
+    model = Vector(torch.ones(1))
+    grow = lambda m: m.w.pow(4).sum()
+    with bilevel.inner(model, grow, grow, solver="gd", lr=1e4) as loop, pytest.raises(FloatingPointError) as caught:
+        loop.run(50)
+    assert "The weight 'w' is not finite" in str(caught.value) or "h is inf" in str(caught.value)
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("engine", ["reverse", "unroll", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB")])
+def test_an_adjoint_that_is_not_finite_names_its_step(engine):
+    """√ at 0 in step 2 of 4: the loss and its gradient are finite, the second derivative is not."""
+    model = Vector(torch.zeros(2, dtype=torch.float64))
+    lam = torch.ones(2, dtype=torch.float64, requires_grad=True)
+
+    def h(m, k):
+        return (lam * (m.w + 1).square()).sum() if k != 2 else (m.w.sum() + (lam * (m.w - m.w.detach())).pow(1.5).sum())
+
+    with bilevel.inner(model, h, lambda m: m.w.square().sum(), solver="gd", lr=0.1, engine=engine) as loop:
+        for k in range(1, 5):
+            loop.step(k)
+        with pytest.raises(FloatingPointError, match=r"not finite: it stops being so at step k = 2"):
+            loop.hypergrad(lam)
+
+
+# --- inputs ---
+
+
+def test_inputs_that_no_loss_reaches(parts):
+    model, h, g, lam, x, y = parts
+    stranger = torch.zeros(3, requires_grad=True)
+    for engine in ("reverse", "unroll", "forward"):
+        with bilevel.inner(model, h, g, lr=0.1, engine=engine) as loop:
+            loop.run(2, x, y, outer=(x, y))
+            with pytest.raises(
+                ValueError, match=r"neither loss depends on input 1 \(shape \(3,\)\).*allow_unused=True"
+            ):
+                loop.hypergrad([lam, stranger])
+            assert torch.equal(loop.hypergrad([lam, stranger], allow_unused=True)[1], torch.zeros(3))
+
+
+def test_inputs_of_the_wrong_kind(parts):
+    model, h, g, _, x, y = parts
+    with bilevel.inner(model, h, g, lr=0.1) as loop:
+        loop.step(x, y, outer=(x, y))
+        with pytest.raises(ValueError, match=r"does not require grad.*before the first step"):
+            loop.hypergrad(x)
+        with pytest.raises(ValueError, match=r"torch.int64.*only floating-point tensors"):
+            loop.hypergrad(y)
+        with pytest.raises(TypeError, match=r"must be tensors, got str"):
+            loop.hypergrad(["lam"])
+        with pytest.raises(ValueError, match=r"the inputs are empty"):
+            loop.hypergrad([])
+
+
+def test_backward_without_an_outer_variable(parts):
+    model, _, g, _, x, y = parts
+    with bilevel.inner(model, g, g, lr=0.1) as loop:
+        loop.step(x, y, outer=(x, y))
+        with pytest.raises(ValueError, match=r"found no outer variable"):
+            loop.backward()
+
+
+# --- models and modes ---
+
+
+def test_inference_mode(parts):
+    model, h, g, _, x, y = parts
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode is on.*no_grad is fine"):
+        with bilevel.inner(model, h, g):
+            pass
+    with bilevel.inner(model, h, g, lr=0.1) as loop, torch.inference_mode():
+        with pytest.raises(RuntimeError, match=r"inference_mode is on"):
+            loop.step(x, y)
+    with torch.inference_mode():
+        model = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError, match=r"'weight' was made under torch.inference_mode"):
+        bilevel.inner(model, h, g)
+
+
+# --- what is trained changes in the loop ---
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["set late", "off for a while"])
+def test_an_outer_variable_that_requires_grad_late(first, engine):
+    lam = start().detach().requires_grad_(first)
+
+    def between(k, m, o):
+        lam.requires_grad_(k >= STEPS - 2)
+
+    try:
+        found = block(losses(mlp), lam, engine, between=between)
+    except REFUSALS as error:
+        says(error, ("requires?.grad",))
+    else:
+        judge(found, losses(mlp), lam, bits=False)
+
+
+# --- crashes, swallowed errors, riddles ---
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_backward_inside_h(engine, retain):
+    """The line above `return loss` in the plain loop: there is nothing left to go back through."""
+    model, lam, batch, outer = mlp(), start(), data(), data(5)
+    h, g = weighted(lam)
+
+    def stepping(m, x, y):
+        loss = h(m, x, y)
+        loss.backward(retain_graph=retain)
+        return loss
+
+    try:
+        got = attempt(model, stepping, g, lam, batch, outer, engine=engine, but="grad")
+    except REFUSALS as error:
+        says(error, (r"backward",))
+    else:
+        assert retain
+        torch.testing.assert_close(got, attempt(model, h, g, lam, batch, outer), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, *IMPLICIT])
+def test_a_hypergradient_before_any_step(engine):
+    """λ is in h alone, and no step was taken: it is not that "neither loss depends on it"."""
+    lam, outer = start(), data(5)
+    model = mlp()
+    how = {**ENGINES, **IMPLICIT}[engine]
+    asks = {"step": lambda loop: loop.hypergrad(lam, outer=outer), "step|outer=": lambda loop: loop.hypergrad(lam)}
+    for words, ask in asks.items():
+        with refused(words):
+            with bilevel.inner(model, *weighted(lam), solver="gd", lr=RATE, engine=how, check=False) as loop:
+                ask(loop)
+
+
+# --- not in the table: what losses may do ---
+
+
+def functional(h, g):
+    call = torch.func.functional_call
+    return (lambda m, x, y: h(lambda x: call(m, {"0.weight": 2 * m[0].weight.tanh()}, (x,)), x, y)), g
+
+
+def all_functional(h, g):
+    call = torch.func.functional_call
+    return (lambda m, x, y: h(lambda x: call(m, {n: p.sin() for n, p in m.named_parameters()}, (x,)), x, y)), g
+
+
+def gradient_penalty(h, g):
+    def penalised(m, x, y):
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+        return h(m, x, y) + slope.square().mean()
+
+    return penalised, g
+
+
+def step_inside(h, g):
+    """MAML by hand: a step on the weights inside of the loss."""
+
+    def adapted(m, x, y):
+        w = dict(m.named_parameters())
+        grads = torch.autograd.grad(m(x).square().mean(), list(w.values()), create_graph=True)
+        moved = {n: p - 0.1 * d for (n, p), d in zip(w.items(), grads, strict=True)}
+        return h(lambda x: torch.func.functional_call(m, moved, (x,)), x, y)
+
+    return adapted, g
+
+
+def seeded(h, g):
+    def noisy(m, x, y):
+        torch.manual_seed(3)
+        return h(m, x + 0.1 * torch.randn_like(x), y)
+
+    return noisy, g
+
+
+def saved_elsewhere(h, g):
+    def saving(m, x, y):
+        with torch.autograd.graph.save_on_cpu():
+            return h(m, x, y)
+
+    return saving, g
+
+
+def in_place(h, g):
+    return (lambda m, x, y: h(lambda x: m[2](m[0](x).mul_(2).tanh_()), x, y)), g
+
+
+def captured(h, g, model):
+    """Features by a forward hook, as most feature extractors have them."""
+    features: list[Tensor] = []
+    model[1].register_forward_hook(lambda m, args, out: features.append(out))
+
+    def both(m, x, y):
+        features.clear()
+        return h(m, x, y) + features[0].square().mean()
+
+    return both, g
+
+
+def frozen_for_a_while(h, g):
+    def partly(m, x, y):
+        m[0].requires_grad_(False)
+        try:
+            return h(m, x, y)
+        finally:
+            m[0].requires_grad_(True)
+
+    return partly, g
+
+
+def grad_of_func(h, g):
+    def sensitive(m, x, y):
+        w = dict(m.named_parameters())
+        energy = lambda x: torch.func.functional_call(m, w, (x,)).square().mean()
+        return h(m, x, y) + torch.func.grad(energy)(x).square().sum()
+
+    return sensitive, g
+
+
+FREE = [functional, all_functional, gradient_penalty, step_inside, seeded, saved_elsewhere, in_place, captured]
+
+
+@pytest.mark.parametrize("wrap", FREE)
+def test_what_a_loss_may_do(wrap, engine):
+    exact(losses(mlp, wrap), engine)
+
+
+@pytest.mark.parametrize("wrap", [grad_of_func, frozen_for_a_while])
+def test_what_a_loss_may_do_or_is_told_that_it_may_not(wrap, engine):
+    right = right_or_refused(losses(mlp, wrap), engine, "torch.func|requires_grad|frozen")
+    assert right == ((wrap, engine) != (frozen_for_a_while, "unroll"))
+
+
+def test_a_copy_of_the_model_made_inside_h(engine):
+    """The copy has weights of its own: h does not depend on those of the loop."""
+    lam = start()
+    h, g = weighted(lam)
+    with refused("deepcopy|copy|does not depend on the weights"):
+        attempt(mlp(), lambda m, x, y: h(copy.deepcopy(m), x, y), g, lam, data(), data(5), engine=engine)
+
+
+# --- arguments by name ---
+
+
+def test_arguments_by_name(engine):
+    """loop.step(**batch) with a dict as Hugging Face has it, by position, and mixed."""
+    case = weighted_samples(lambda *_: None, optimizer=momentum)
+    i = HALVES[1]
+    calls = {
+        "by position": lambda loop, x: loop.step(x, i),
+        "by name": lambda loop, x: loop.step(i=i, x=x),
+        "mixed": lambda loop, x: loop.step(x, i=i),
+        "gathered": lambda loop, x: (loop.accumulate(i=i, x=x), loop.step()),
+    }
+    found = []
+    for call in calls.values():
+        case.body = lambda loop, model, made, call=call: [call(loop, draw(i)) for _ in range(3)]
+        found.append(agree(case, engine))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-12, atol=1e-15)
+
+
+class Encoder(nn.Module):
+    """As models of transformers are called: keywords in, an object with .loss and .logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(7, 4), nn.Linear(4, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        hidden = (self.embed(input_ids).tanh() * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        logits = self.out(hidden)
+        return SimpleNamespace(loss=F.cross_entropy(logits, labels, reduction="none"), logits=logits)
+
+
+def test_a_batch_as_hugging_face_has_it(engine):
+    torch.manual_seed(0)
+    lam = torch.zeros(2, requires_grad=True)
+    batch = {"input_ids": torch.randint(7, (6, 5)), "attention_mask": torch.ones(6, 5, dtype=torch.long)}
+    batch["attention_mask"][:3, 3:] = 0
+    batch["labels"] = torch.randint(2, (6,))
+    kept: dict[type, Any] = {}
+
+    def h(model: nn.Module, **batch: Tensor) -> Any:
+        found = model(**batch)
+        return (lam.sigmoid()[batch["labels"]] * found.loss).mean(), found.logits
+
+    def g(model: nn.Module) -> Tensor:
+        return model(**{**batch, "labels": 1 - batch["labels"]}).loss.mean()
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        found = [loop.step(**batch).aux for _ in range(3)]
+        kept.setdefault(type(loop), found)  # the first of each, before λ is moved
+
+    agree(Case(Encoder(), h, g, {"lam": lam}, body, optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.1)), engine)
+    for got, expected in zip(kept.pop(bilevel.Loop), kept.pop(Plain), strict=True):
+        torch.testing.assert_close(got, expected.detach(), rtol=1e-12, atol=1e-14)
+        assert not got.requires_grad
+
+
+@pytest.mark.parametrize("call", ["step", "accumulate"])
+def test_a_wrong_keyword_is_named(call):
+    case = weighted_samples(two_halves)
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR) as loop:
+        take, x, i = getattr(loop, call), draw(HALVES[0]), HALVES[0]
+        with refused("index by name"):
+            take(x, index=i)
+        with refused("multiple values", "'x'"):
+            take(x, i, x=x)
+        with refused("missing", "'i'"):
+            take(x=x)
+        take(x, i)
+
+
+# --- losses that return something beside ---
+
+
+def test_aux(engine):
+    """A tree of anything, of the values before the step, without a graph."""
+    case = weighted_samples(lambda *_: None)
+    loss = case.h
+    kept: dict[type, Any] = {}
+
+    def h(model: nn.Module, x: Tensor, i: Tensor) -> Any:
+        value = loss(model, x, i)
+        rest = {
+            "weight": [model[1].weight * 1, (model[1].bias * 2,)],
+            "name": "h",
+            "none": None,
+            "count": len(i),
+            "i": i,
+        }
+        return value, rest
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        found = [loop.step(draw(HALVES[0]), HALVES[0]).aux, loop.accumulate(draw(HALVES[1]), HALVES[1]).aux]
+        loop.step()
+        if not isinstance(loop, Plain):
+            assert not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(found))
+        kept.setdefault(type(loop), [x.detach() if isinstance(x, Tensor) else x for x in tree_leaves(found)])
+
+    case.h, case.body = h, body
+    agree(case, engine)
+    for a, b in zip(kept[bilevel.Loop], kept[Plain], strict=True):
+        if isinstance(b, Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        else:
+            assert a == b
+
+
+def test_a_weight_in_aux_is_that_of_before_the_step(engine):
+    """It must not move with the steps that follow, nor be a way to write to the loop's weights."""
+    model = nn.Linear(2, 1)
+    h = lambda m: (m.weight.square().sum(), m.weight)
+    with bilevel.inner(model, h, solver="gd", lr=0.1, engine=engine, check=False) as loop:
+        start = model.weight.detach().clone()
+        aux = [loop.step().aux for _ in range(3)]
+        for k, w in enumerate(aux):
+            torch.testing.assert_close(w, start * 0.8**k, rtol=1e-12, atol=1e-14)
+
+
+def test_aux_in_a_later_batch_is_refused(engine):
+    """Its dependence on λ would be lost: a hidden state belongs into a buffer."""
+    case = weighted_samples(two_halves)
+    h = lambda model, i, before=0.0: ((model(samples()[0][i]) - before).square().mean(), model(samples()[0][i]))
+    with bilevel.inner(case.model, h, case.g, solver="gd", lr=LR, engine=engine) as loop:
+        aux = loop.step(HALVES[0]).aux
+        for wrong in (lambda: loop.step(HALVES[0], aux), lambda: loop.accumulate(HALVES[0], before=aux)):
+            with refused("beside its value", "stop_gradient"):
+                wrong()
+        loop.step(HALVES[0])
+
+
+def test_g_may_return_something_beside():
+    case = weighted_samples(two_halves, options={"solver": "bigsam"})
+    *_, expected = case.block("reverse")
+    outer = case.g
+    case.g = lambda model: (outer(model), "rest")
+    *_, got = case.block("reverse")
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda v: (v, 1, 2),
+        lambda v: [v, 1],
+        lambda v: (1, v),
+        lambda v: (v.item(), 1),
+        lambda v: (v[None], 1),
+        lambda v: (),
+    ],
+)
+def test_what_is_no_loss(wrong):
+    case = weighted_samples(two_halves)
+    loss = case.h
+    with bilevel.inner(case.model, lambda *a: wrong(loss(*a)), case.g, solver="gd", lr=LR) as loop:
+        with refused("must return a scalar"):
+            loop.step(draw(HALVES[0]), HALVES[0])
+
+
+# --- the handle as a module ---
+
+
+def test_modes_and_state(engine):
+    """loop.train(), loop.eval() set the model's modes; loop.state_dict() is the plain loop's, and a copy."""
+    case = weighted_samples(lambda *_: None, optimizer=adamw)
+    before = {n: x.clone() for n, x in case.model.state_dict().items()}
+    x, y, *_ = samples()
+    kept: dict[type, Any] = {}
+
+    def h(model: nn.Module, i: Tensor) -> Tensor:  # no mode of its own
+        return (case.outer["lam"].sigmoid()[i] * F.cross_entropy(model(x[i]), y[i], reduction="none")).mean()
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        loop.train()
+        loop.step(HALVES[0])
+        loop.eval()
+        assert not model.training
+        assert not model[0][1].training
+        loop.step(HALVES[1])
+        loop.train()
+        loop.step(HALVES[1])
+        state = loop.model.state_dict() if isinstance(loop, Plain) else loop.state_dict()
+        copied = {n: t.clone() for n, t in state.items()}
+        kept.setdefault(type(loop), copied)
+        if not isinstance(loop, Plain):
+            assert not any(t.requires_grad for t in state.values())
+            for t in state.values():
+                t.zero_()  # a copy: nothing moves
+            torch.testing.assert_close(loop.state_dict(), copied, rtol=0, atol=0)
+
+    case.h, case.body = h, body
+    del case.outer["mu"]
+    agree(case, engine)
+    got, expected = kept[bilevel.Loop], kept[Plain]
+    assert list(got) == list(expected)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
+    case.model.load_state_dict(got)
+    case.model.load_state_dict(before)
+
+
+def test_modes_are_put_back():
+    case = weighted_samples(two_halves)
+    case.model.train()
+    case.model[0][1].eval()
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR) as loop:
+        assert loop.eval() is loop
+        assert loop.train() is loop
+        assert case.model[0][1].training
+        assert loop.train(False) is loop
+        assert not case.model.training
+    assert case.model.training
+    assert not case.model[0][1].training
+
+
+def test_the_state_of_tasks_is_refused():
+    case = tasks_case(None)
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR, tasks=2) as loop:
+        with refused("state_dict", "loop.weights"):
+            loop.state_dict()
+
+
+# --- only= and h= ---
+
+
+ONLY: dict[str, Callable[[Any, Any], Any]] = {
+    "optimizer": lambda model, made: made[0],
+    "module": lambda model, made: model[0],
+    "parameter": lambda model, made: model[1].weight,
+    "generator": lambda model, made: model[0].parameters(),
+    "list": lambda model, made: [p for n, p in model.named_parameters() if n.endswith("weight")],
+    "set": lambda model, made: {model[1].bias, model[0][0].weight},
+    "whole": lambda model, made: model,
+}
+
+
+@pytest.mark.parametrize("only", ONLY.values(), ids=ONLY)
+def test_only(engine, only):
+    """What is left alone has no decay, momentum or count in that step either."""
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        i = HALVES[0]
+        loop.step(draw(i), i)
+        loop.step(draw(i), i, only=only(model, made))
+        loop.step(draw(i), i, only=only(model, made), h=gentle)
+        loop.step(draw(i), i)
+
+    def gentle(model: nn.Module, x: Tensor, i: Tensor) -> Tensor:
+        model.eval()
+        return (case.outer["lam"][i, None] * model(x)).tanh().mean()
+
+    case = weighted_samples(body, optimizer=both)
+    agree(case, engine)
+
+
+@pytest.mark.parametrize("update", ["lr", "clip", "direction, clip", "bigsam, momentum, clip"])
+def test_only_with_one_optimizer(engine, update):
+    """The norm that is clipped is that of the part that moves."""
+
+    def body(loop: Any, model: Any, made: Any) -> None:
+        i = HALVES[0]
+        for part in (model[0], model[1], model[0]):
+            loop.step(draw(i), i, only=part)
+        loop.step(draw(i), i)
+
+    agree(weighted_samples(body, **UPDATES[update]), engine)
+
+
+WRONG_ONLY: dict[str, Callable[[Any], Any]] = {
+    "another module": lambda model: nn.Linear(2, 2),
+    "no weights": lambda model: model[0][2],
+    "a name": lambda model: "0.weight",
+    "names": lambda model: ["0.0.weight"],
+    "a dict": lambda model: dict(model.named_parameters()),
+    "a number": lambda model: 3,
+    "nothing": lambda model: [],
+    "another tensor": lambda model: torch.zeros(2, requires_grad=True),
+    "a copy": lambda model: model[1].weight.detach().clone(),
+    "another optimizer": lambda model: torch.optim.SGD(model.parameters(), 0.1),
+    "a frozen weight": lambda model: model[0][0].bias,
+}
+
+
+@pytest.mark.parametrize("call", ["step", "accumulate"])
+@pytest.mark.parametrize("wrong", WRONG_ONLY.values(), ids=WRONG_ONLY)
+def test_wrong_things_for_only(wrong, call):
+    case = weighted_samples(two_halves)
+    case.model[0][0].bias.requires_grad_(False)
+    i = HALVES[0]
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR) as loop:
+        with refused("only="):
+            getattr(loop, call)(draw(i), i, only=wrong(case.model))
+        loop.step(draw(i), i)
+
+
+def test_a_loss_that_is_none():
+    case = weighted_samples(two_halves)
+    with bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR) as loop:
+        with refused("h=", "got Tensor"):
+            loop.step(h=torch.zeros(2))
+
+
+# --- scaled losses ---
+
+
+@pytest.mark.parametrize("call", ["step", "accumulate"])
+def test_a_scaler_is_refused_by_name(engine, call):
+    case, i = weighted_samples(two_halves), HALVES[0]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaled = lambda model, x, i: scaler.scale(case.h(model, x, i))
+    with bilevel.inner(case.model, scaled, case.g, solver="gd", lr=LR, engine=engine) as loop:
+        with refused("GradScaler", "bfloat16", "direction="):
+            getattr(loop, call)(draw(i), i)
+
+
+def test_a_scaler_that_is_switched_off_does_nothing(engine):
+    case = weighted_samples(two_halves, optimizer=momentum)
+    loss, scaler = case.h, torch.amp.GradScaler("cpu", enabled=False)
+    case.h = lambda model, x, i: scaler.scale(loss(model, x, i))
+    agree(case, engine)
+
+
+def test_a_loss_that_is_scaled_by_hand(engine):
+    """h·S, and direction= divides by S: exact where S is a power of 2."""
+    scale = 1024.0
+    case = weighted_samples(two_halves, optimizer=adamw, **clip_norm(0.1))
+    *_, expected = case.block(engine)
+    loss = case.h
+    case.h = lambda model, x, i: scale * loss(model, x, i)
+    case.options["direction"] = lambda d: {n: x / scale for n, x in d.items()}
+    torch.testing.assert_close(agree(case, engine), expected, rtol=1e-12, atol=1e-15)
