@@ -37,7 +37,11 @@ def minimum(text: str, pattern: str) -> str:
 def interpreter(version: str) -> str:
     """Python of that version, from PATH or from pyenv; the one that runs this script if there is none."""
     known = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(known[-1]) if known else sys.executable)
+    for python in (shutil.which(f"python{version}"), *map(str, reversed(known))):
+        # pyenv puts a python3.x on PATH for each version that it knows; it fails where that version is not switched on
+        if python and subprocess.run([python, "--version"], capture_output=True).returncode == 0:
+            return python
+    return sys.executable
 
 
 def install(python: str, torch: str) -> Path:
