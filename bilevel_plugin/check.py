@@ -115,7 +115,7 @@ def gradcheck(
     for name, x in tensors.items():
         if not x.is_leaf:
             raise ValueError(
-                f"bilevel.gradcheck: the input {name or 'given'} (shape {tuple(x.shape)}) is not a leaf, so it "
+                f"bilevel.gradcheck: the input{name and f' {name}'} (shape {tuple(x.shape)}) is not a leaf, so it "
                 "can't be moved to take differences. Give the leaf that it is computed from."
             )
     scale = _Scale.of([*tensors.values(), *model.parameters()], tol)
@@ -164,7 +164,7 @@ def _check_directions(
                         x.copy_(there)
 
             got = (grad * v).sum().detach()
-            what = f"input {name or 'given'}, direction {j}"
+            what = f"input {name}, direction {j}" if name else f"input, direction {j}"
             # the entries of v have unit variance, so ‖∇‖ is the size of a typical ∇·v
             findings.append(_compare(what, got, along, scale, float(grad.norm())))
     return findings
