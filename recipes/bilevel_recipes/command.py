@@ -146,7 +146,7 @@ def _values(settings: Any, group: Any) -> dict[str, Any]:
 
 def _text(flags: Mapping[str, Any]) -> str:
     def shown(v: Any) -> str:
-        return "" if v is True else " " + (",".join(map(str, v)) if isinstance(v, tuple) else str(v))
+        return "" if v is True else " " + ((",".join(map(str, v)) or "none") if isinstance(v, tuple) else str(v))
 
     return " ".join(f"--{k.replace('_', '-')}{shown(v)}" for k, v in flags.items())
 

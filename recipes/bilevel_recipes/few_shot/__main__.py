@@ -33,9 +33,7 @@ PREDICT = """examples:
 
 EXAMPLES = """examples:
   python -m bilevel_recipes.few_shot                                       digits and their turns as classes, in seconds
-  python -m bilevel_recipes.few_shot --dataset omniglot --data-root DATA --model conv4-pool --ways 60 \\
-      --train-queries 5 --images 360 --chunk 360 --lr 4.8 --outer-steps 4000 --also 5x1,20x1 --solvers gd,bigsam
-      many ways in training, tested with fewer: what learns fastest; --bf16 if the processor has it
+  python -m bilevel_recipes.few_shot --omniglot --data-root DATA           one encoder for tasks of all kinds
   python -m bilevel_recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
       the paper's rates
   python -m bilevel_recipes.few_shot --dataset mini-imagenet --data-root DATA --model resnet18 --tasks 4
@@ -51,12 +49,34 @@ PAPER_SETTINGS: dict[str, Any] = {
     "features": "raw",
 }
 
+# many ways and few queries in training, fewer ways at test time: what learns fastest
+OMNIGLOT_SETTINGS: dict[str, Any] = {
+    "dataset": ("omniglot",),
+    "train_on": "train+val",
+    "model": ("conv4-pool",),
+    "ways": (120,),
+    "train_queries": 2,
+    "images": 360,
+    "chunk": 360,
+    "lr": (9.6,),
+    "eta": 3e-3,
+    "outer_steps": 3000,
+    "also": ("5x1", "5x5", "20x1", "20x5"),
+    "curve_episodes": 50,
+    "test_steps": (1, 5, 10, 20),
+    "baselines": (),
+    "precision": "auto",
+}
+
 RECIPE = command.Recipe(
     module="bilevel_recipes.few_shot",
     about=__doc__ or "",
     examples=EXAMPLES,
     settings=Settings,
-    presets={"paper": ("The paper's rates.", PAPER_SETTINGS)},
+    presets={
+        "paper": ("The paper's rates.", PAPER_SETTINGS),
+        "omniglot": ("An encoder for all kinds of tasks on Omniglot.", OMNIGLOT_SETTINGS),
+    },
     writes="results.json, curves.csv, table.md, plots, report.html",
     hint=" Here: a smaller --lr or --eta.",
     check=study.check,
