@@ -255,7 +255,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: _Plan, *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if _is_autocast(inputs[0]):  # in a backward pass, say: what is computed create_graph is what it was
+        if _is_autocast(inputs[0]):  # a recomputation must use the original dtypes
             with torch.autocast(inputs[0].device.type, enabled=False):
                 return _InChunks.forward(plan, *inputs)
         totals: list[Tensor] = []

@@ -1,14 +1,15 @@
-"""Which kernels are kept out of a loss, because their second derivative is missing or wrong, and why.
+"""Replacements of kernels whose second derivative is missing or wrong, which are in effect while a loss runs.
 
-- Fused attention has no second derivative, on the CPU either: the one written in plain products is taken, for long
-  sequences in chunks (`attention`). Where a gradient is all that is asked for, on the CPU, the fused one stays.
-- The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck: it is written out.
-- An embedding with padding_idx drops the gradient of that row, which is right for the direction of a step and wrong in
-  every other derivative: there it is written out.
-- cuDNN's recurrent layers have no second derivative: the plain ones are taken.
-- Reentrant activation checkpointing can't be differentiated by torch.autograd.grad: the other kind is taken.
-- BatchNorm and InstanceNorm update their running statistics outside of autograd: where these are part of the state
-  that is differentiated, the update, and what reads it in eval mode, are written out.
+- Fused attention has no second derivative, on any device. Attention by plain products takes its place, in chunks for
+  long sequences (`attention`). Where only a gradient is needed, on the CPU, the fused kernel stays.
+- The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck. Its formula takes its place.
+- An embedding with padding_idx drops the gradient of that row. This is right for the direction of a step, and wrong in
+  every other derivative, where an embedding without padding_idx takes its place.
+- cuDNN's recurrent layers have no second derivative. The layers of torch take their place.
+- Reentrant activation checkpointing can't be differentiated by torch.autograd.grad. The non-reentrant kind takes its
+  place.
+- BatchNorm and InstanceNorm update their running statistics outside autograd. Where the statistics are part of the
+  differentiated state, differentiable operations update them, and use them in eval mode.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from .graph import checkpointing, map_tensors
 
 T = TypeVar("T")
 
-# Held while a loss runs: the switches of attention and cuDNN and the random numbers that are set and put back belong
-# to the process, not to the thread. Re-entrant, for a loop inside a loss.
+# This lock is held while a loss runs, since the switches of attention and cuDNN, and the random states, belong to the
+# process and not to the thread. It is re-entrant, for a loop inside a loss.
 EXCLUSIVE = threading.RLock()
 NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)  # pyright: ignore[reportPrivateUsage]
 
@@ -44,7 +45,7 @@ def twice_differentiable(
     statistics: TakingDirection | None = None,
     padded: TakingDirection | None = None,
 ) -> AbstractContextManager[Any]:
-    """Keep out the kernels whose second derivative is missing or wrong, as far as the model has use for them."""
+    """Replace the kernels whose second derivative is missing or wrong, as far as the model uses them."""
     if recurrent_on_gpu or weight_norm or long_attention or statistics is not None or padded is not None:
         return _several(recurrent_on_gpu, weight_norm, long_attention, statistics, padded)
     return _PLAIN_ATTENTION
@@ -68,12 +69,14 @@ def _several(
 
 
 class _PlainAttention(AbstractContextManager[None]):
-    """Attention on the one kernel that has a second derivative, as sdpa_kernel(MATH) does at six times the cost, in
-    chunks for long sequences; and activation checkpointing of the kind that has one.
+    """A context in which attention and activation checkpointing have second derivatives.
 
-    The switches belong to the process, and so this holds EXCLUSIVE. The function of attention is replaced where torch
-    and most models look it up, which costs nothing where there is no attention; a mode would slow every operation
-    down, and not see what `F.multi_head_attention_forward` calls.
+    Attention uses the one kernel that has a second derivative, like sdpa_kernel(MATH) at a sixth of its overhead, and
+    works in chunks for long sequences. Activation checkpointing is non-reentrant.
+
+    The switches belong to the process, so EXCLUSIVE is held. The attention function is replaced where torch and most
+    models look it up, which costs nothing if there is no attention. A mode would slow down every operation, and would
+    miss the calls of `F.multi_head_attention_forward`.
     """
 
     def __init__(self) -> None:
@@ -98,7 +101,7 @@ class _PlainAttention(AbstractContextManager[None]):
 
 
 class _Replaced:
-    """The functions of torch that are others while a loss runs, one replacement inside of the other."""
+    """The functions of torch that are replaced while a loss runs; replacements can be nested."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, Any]] = []
@@ -107,7 +110,7 @@ class _Replaced:
         self._before.append((checkpoint.CheckpointFunction, F.scaled_dot_product_attention))
         checkpoint.CheckpointFunction = _NonReentrant  # pyright: ignore[reportAttributeAccessIssue]
         if F.scaled_dot_product_attention in (MATH_KERNEL, _attention_in_block, _fused_attention):
-            F.scaled_dot_product_attention = attention_in_block  # else it is a function of somebody else's
+            F.scaled_dot_product_attention = attention_in_block  # otherwise another library has replaced the function
 
     def leave(self) -> None:
         function, kernel = self._before.pop()
@@ -120,10 +123,10 @@ _REPLACED = _Replaced()
 
 
 class _FirstOrder(AbstractContextManager[None]):
-    """The kernels of the plain loop, where a gradient is taken and nothing more; but for activation checkpointing.
+    """A context with the kernels of the plain loop, for a gradient that is not differentiated again.
 
-    Attention with dropout has to draw the numbers that it draws where the step is differentiated, and in low precision
-    kernels round otherwise: there it is the same as where the step is differentiated.
+    Activation checkpointing is non-reentrant here too. Attention with dropout, and attention in low precision, use the
+    same kernel as where the step is differentiated, since others draw other random numbers and round differently.
     """
 
     def __init__(self) -> None:
@@ -148,7 +151,7 @@ def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """What F.scaled_dot_product_attention is where no second derivative is asked for."""
+    """Stand in for F.scaled_dot_product_attention where no second derivative is needed."""
     precise = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
     if (dropout_p == 0 and precise) or not FIRST_ORDER.is_on:
         return MATH_KERNEL(query, key, value, attn_mask, dropout_p, *args, **kwargs)
@@ -160,7 +163,7 @@ FIRST_ORDER = _FirstOrder()
 
 
 class _NonReentrant:
-    """Activation checkpointing by saved-tensor hooks: the older kind, reentrant, has no torch.autograd.grad."""
+    """Activation checkpointing by saved-tensor hooks, since torch.autograd.grad does not support the reentrant kind."""
 
     @staticmethod
     def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
@@ -177,16 +180,16 @@ _PLAIN_ATTENTION = _PlainAttention()
 
 
 def _attention_in_block(*args: Any, **kwargs: Any) -> Tensor:
-    """What F.scaled_dot_product_attention is while a loss runs, for a module that was first imported then later too."""
+    """Stand in for F.scaled_dot_product_attention while a loss runs, or later in modules first imported meanwhile."""
     return (attention if _PLAIN_ATTENTION.is_on else MATH_KERNEL)(*args, **kwargs)
 
 
 class LongAttention(TorchFunctionMode):
-    """Long attention in chunks also where a model has imported the function itself, and calls it by a name of its own.
+    """A mode for long attention in chunks where a model has imported the function under a name of its own.
 
-    A mode costs time. So it is on in the first evaluation of a loss, and later only if that found such a call.
-    What is under activation checkpointing has to run again as it did at first, when the first look is over: it takes
-    the plain kernel.
+    A mode costs time. So this one is on in the first evaluation of a loss, and later only if that found such a call.
+    Code under activation checkpointing must run again, after the first evaluation, as it did at first. So it uses the
+    plain kernel.
     """
 
     def __init__(self) -> None:
@@ -194,7 +197,7 @@ class LongAttention(TorchFunctionMode):
         self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = attention.__code__, _fused_attention.__code__  # which call the kernel themselves
+        ours = attention.__code__, _fused_attention.__code__  # the two functions that call the kernel themselves
         if func is MATH_KERNEL and sys._getframe(1).f_code not in ours and not checkpointing():  # pyright: ignore
             self.seen = True
             with _PLAIN_ATTENTION:
@@ -203,7 +206,7 @@ class LongAttention(TorchFunctionMode):
 
 
 class _PlainWeightNorm(TorchFunctionMode):
-    """w = g·v/‖v‖, written out."""
+    """A mode that computes weight_norm by its formula, w = g·v/‖v‖."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._weight_norm:  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -213,19 +216,19 @@ class _PlainWeightNorm(TorchFunctionMode):
 
 
 class TakingDirection:
-    """Whether the direction of a step is being taken just now: then a statistic is a constant, as in the plain loop."""
+    """Whether the direction of a step is being computed, in which running statistics are constants."""
 
     def __init__(self) -> None:
         self.on = False
-        self.evaluating = False  # a loss is being evaluated: a gradient that it takes itself stops as well
-        self.losses = 0  # that were evaluated so far
+        self.evaluating = False  # a loss is being evaluated, so `stop_gradient` applies to gradients inside it too
+        self.losses = 0  # the number of losses that were evaluated so far
         self.stops = False  # `stop_gradient` was called
         self.without_graph = False  # a statistic was updated under activation checkpointing
-        self.replaying_block = False  # a block is run again in the backward pass, buffers and all (pullback/blocks.py)
+        self.replaying_block = False  # a block is run again in the backward pass, with its buffers (pullback/blocks.py)
 
 
 class _ConstantInStep(torch.autograd.Function):
-    """x, which has no gradient in the step's direction, and its own in the derivative of the step."""
+    """The identity, with no gradient in the direction of a step, and the usual gradient in its derivative."""
 
     @staticmethod
     def forward(taking: TakingDirection, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -246,9 +249,9 @@ class _ConstantInStep(torch.autograd.Function):
 
 
 class PaddedEmbedding(TorchFunctionMode):
-    """nn.Embedding(padding_idx=i): row i is a constant in the direction of a step, and not in the derivative of it.
+    """A mode for nn.Embedding(padding_idx=i): row i is constant in the direction of a step, but not in its derivative.
 
-    torch's kernel leaves that row out of second derivatives as well, and out of the gradient of g.
+    torch's kernel drops that row from second derivatives as well, and from the gradient of g.
     """
 
     def __init__(self, taking: TakingDirection) -> None:
@@ -268,22 +271,22 @@ class PaddedEmbedding(TorchFunctionMode):
         return torch.where(padding, _ConstantInStep.apply(self._taking, found), found)  # pyright: ignore
 
 
-_EVALUATIONS: list[tuple[int, TakingDirection]] = []  # of losses, one inside the other, with their threads
+_EVALUATIONS: list[tuple[int, TakingDirection]] = []  # the nested evaluations of losses, with their threads
 
 
 def _current_evaluation() -> TakingDirection | None:
-    """The evaluation of a loss that this call belongs to, if there is one."""
+    """Return the evaluation of a loss that this call belongs to, or None."""
     if not _EVALUATIONS:
         return None
     thread, taking = _EVALUATIONS[-1]
-    # on a GPU, autograd has threads of its own: one that runs a checkpointed part again belongs to the evaluation
+    # on a GPU, a thread of autograd that runs a checkpointed part again belongs to the evaluation
     in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
     return taking if thread == threading.get_ident() or in_backward else None
 
 
 @contextmanager
 def evaluating(taking: TakingDirection) -> Generator[None]:
-    """While this lasts, `stop_gradient` belongs to this evaluation. EXCLUSIVE is held: there is one at a time."""
+    """Attribute calls of `stop_gradient` to this evaluation; EXCLUSIVE is held, so there is one at a time."""
     _EVALUATIONS.append((threading.get_ident(), taking))
     try:
         yield
@@ -327,10 +330,10 @@ def is_stopped(x: Tensor) -> bool:
 
 
 class RunningStatistics(TorchFunctionMode):
-    """Running statistics as functions of the input: b⁺ = (1 − m)·b + m·(mean or unbiased variance of the batch).
+    """A mode for differentiable running statistics: b⁺ = (1 − m)·b + m·(mean or unbiased variance of the batch).
 
-    A training-mode call normalises as before, and updates b by differentiable operations, in place. A call that
-    normalises by b (eval mode) is written out, so that b has a derivative.
+    A call in training mode normalises as usual, and updates b by differentiable operations, in place. A call in eval
+    mode, which normalises by b, uses differentiable operations, so that b has a derivative.
     """
 
     def __init__(self, taking: TakingDirection) -> None:
@@ -359,7 +362,7 @@ class RunningStatistics(TorchFunctionMode):
             return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
         if not training:
             return self._normalise(input, running_mean, running_var, weight, bias, eps)
-        # the update comes first: activation checkpointing stops running a part again once it has what was saved
+        # the update comes first, since activation checkpointing ends a recomputation once all saved tensors are there
         self._update(running_mean, running_var, input, [i for i in range(input.dim()) if i != 1], momentum)
         return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
 
@@ -384,8 +387,8 @@ class RunningStatistics(TorchFunctionMode):
     def _normalise(
         self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """(x − mean)/√(var + ε), by statistics that may be differentiated for."""
-        # a loss of this very step may have updated them
+        """Compute (x − mean)/√(var + ε), differentiable for the statistics."""
+        # a loss of the same step may have updated them
         mean, var = (_ConstantInStep.apply(self._taking, b) for b in (mean, var))  # pyright: ignore
         shape = [1, -1, *[1] * (x.dim() - 2)]
         scale = (var + eps).rsqrt()
@@ -394,13 +397,13 @@ class RunningStatistics(TorchFunctionMode):
         return out if bias is None else out + bias.view(shape)
 
     def _update(self, mean: Tensor, var: Tensor, x: Tensor, dims: list[int], momentum: float) -> None:
-        """The statistics over some dimensions; InstanceNorm averages those of its samples."""
+        """Update the statistics by those of x over some dimensions; InstanceNorm averages over the samples."""
         in_backward = torch._C._current_graph_task_id() != -1 and not self._taking.replaying_block  # pyright: ignore
         if checkpointing() or in_backward:
-            # once in the forward pass, and once more as it is run again in the backward pass
+            # once in the forward pass, and once in its recomputation
             self._taking.without_graph = True
             x = x.detach()
-        x = x.to(mean.dtype)  # the kernel that it stands for does not round a batch of bf16 either
+        x = x.to(mean.dtype)  # as in torch's kernel, a batch in bf16 is not rounded
         for running, batch in zip((var, mean), torch.var_mean(x, dims, correction=1), strict=True):
             batch = batch if batch.dim() == 1 else batch.mean(0)
             running.mul_(1 - momentum).add_(batch, alpha=momentum)
@@ -413,7 +416,7 @@ _NOTHING = nullcontext()
 
 
 def full_precision() -> AbstractContextManager[Any]:
-    """Autocast off: it is for the forward pass, and derivatives keep the types of the operations they belong to."""
+    """Switch autocast off for derivatives, which keep the dtypes of the operations in the forward pass."""
     on = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
     return _without_autocast(on) if on else _NOTHING
 
