@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# PAGE.md COMMAND: make a page of what the command prints, with the notes of PAGE_notes.md at its end.
+PAGE := $(BIN)/python -m benchmarks.page
 
-.PHONY: demo test lint types docs figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper bench \
+.PHONY: demo test lint types docs figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper few-shot few-shot-page bench \
 	bench-quick gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -24,7 +26,7 @@ demo: $(VENV)/.demo
 	$(BIN)/bilevel-clean demo --overwrite --threads 1
 
 test: lint types
-	$(BIN)/pytest -n auto
+	$(BIN)/pytest -n auto -rs
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -54,7 +56,7 @@ fuzz: $(VENV)/.test
 	mkdir -p runs && rm -f runs/fuzz.csv
 	HYPOTHESIS_PROFILE=fuzz FUZZ_LOG=runs/fuzz.csv $(BIN)/pytest tests/test_properties.py -n auto -k "differences or implicit"
 	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_properties.py -n auto -k "not (differences or implicit)"
-	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/test_compiled.py tests/test_pullback.py tests/test_refused.py -n auto -k compile
+	HYPOTHESIS_PROFILE=wide $(BIN)/pytest tests/pullback tests/test_graph.py -n auto -k compile
 	$(BIN)/python tests/fuzz_summary.py runs/fuzz.csv
 
 # The core tests on the oldest Python and torch that pyproject.toml allows, in .venv-oldest; downloads several GB.
@@ -63,13 +65,11 @@ oldest:
 
 # Long: the sentinel and gradcheck on 460 honest problems and 175 dishonest ones; about two minutes.
 sentinel: $(VENV)/.test
-	$(BIN)/python tests/sentinel_study.py --gradcheck all > docs/results/sentinel.md
-	cat docs/results/sentinel.md
+	$(PAGE) docs/results/sentinel.md $(BIN)/python tests/sentinel_study.py --gradcheck all
 
 # Every class of torch.optim against the plain loop, beside higher and TorchOpt; half a minute.
 optimizers: $(VENV)/.test
-	$(BIN)/python tests/optimizers.py > docs/results/optimizers.md
-	cat docs/results/optimizers.md
+	$(PAGE) docs/results/optimizers.md $(BIN)/python tests/optimizers.py
 
 # The gallery: errors, time and memory of every loop, and its pages.
 loops: $(VENV)/.test
@@ -77,8 +77,7 @@ loops: $(VENV)/.test
 
 # What the checks and the structure of the core cost.
 loop-cost: $(VENV)/.test
-	$(BIN)/python -m benchmarks.loop_cost > docs/results/loop.md
-	cat docs/results/loop.md
+	$(PAGE) docs/results/loop.md $(BIN)/python -m benchmarks.loop_cost
 
 # Attention over long sequences: peak memory and time, plain and in chunks; a few minutes, 5 GB.
 attention: $(VENV)/.test
@@ -86,16 +85,16 @@ attention: $(VENV)/.test
 
 # Which states to keep if the number of steps is not known: steps run again, beside the fewest possible.
 plan: $(VENV)/.test
-	$(BIN)/python -m benchmarks.plan > docs/results/plan.md
-	cat docs/results/plan.md
+	$(PAGE) docs/results/plan.md $(BIN)/python -m benchmarks.plan
 
 # Long: kill -9 at random moments, 400 damaged files of each kind, 1,000 blocks of each engine (docs/results/soak.md).
 soak: $(VENV)/.test
 	mkdir -p runs && rm -f runs/bad_data.csv
-	$(BIN)/python tests/recipes/soak.py 54
+	$(BIN)/python tests/recipes/soak.py 54 > runs/soak_1.md
 	HYPOTHESIS_PROFILE=wide BAD_DATA_LOG=$(CURDIR)/runs/bad_data.csv $(BIN)/pytest tests/recipes/test_bad_data.py
-	$(BIN)/python tests/recipes/bad_data_summary.py runs/bad_data.csv
-	$(BIN)/python tests/leaking.py docs/results/leaks.png
+	$(BIN)/python tests/recipes/bad_data_summary.py runs/bad_data.csv > runs/soak_2.md
+	$(BIN)/python tests/leaking.py docs/results/leaks.png > runs/soak_3.md
+	$(PAGE) docs/results/soak.md cat runs/soak_1.md runs/soak_2.md runs/soak_3.md
 
 # Where public data are: make cleaning DATA='dir1 dir2'. What is missing there is not run.
 ROOTS = $(foreach d,$(DATA),--data-root $(d))
@@ -120,6 +119,41 @@ paper: $(VENV)/.test
 	$(BIN)/python -m bilevel_recipes.data_cleaning.table1 runs/table1 runs/figure1 runs/longer runs/figure2 runs/figure3 \
 		--out docs/results
 	$(BIN)/python -m docs.figures.paper
+
+# Few-shot: every study, then the page with the paper's Figures 4 and 5. It takes hours on one core, and goes on where it was interrupted.
+# DATA is one folder. A part of it: make few-shot STUDIES='omniglot tiny'; the page has the studies that are finished.
+FEWSHOT = $(BIN)/python -m bilevel_recipes.few_shot
+SHORT = --dataset omniglot --shots 1,5 --images 440 --test-episodes 600 --test-steps 5 --curve-episodes 100 --baselines none --seeds 3
+TUNED = $(SHORT) --outer-steps 150 --curve-points 6 --steps 1,5,10,20
+FIGURE5 = --dataset tiny-imagenet --model resnet18 --shots 1,5 --images 120 --chunk 120 --outer-steps 100 --precision auto --test-episodes 300 \
+	--test-steps 5 --curve-points 5 --curve-episodes 50 --baselines none --solvers gd,bigsam --seeds 3
+MANY = --train-queries 5 --precision auto --test-steps 5 --curve-points 8 --curve-episodes 100
+OMNIGLOT = $(MANY) --dataset omniglot --model conv4-pool --ways 60 --lr 4.8 --images 360 --chunk 360 --also 5x1,5x5,20x1,20x5
+omniglot = $(OMNIGLOT) --outer-steps 4000 --solvers gd,bigsam --seeds 3
+omniglot-solvers = $(OMNIGLOT) --outer-steps 1000 --solvers gd,bigsam,bigsam-paper,bigsam-convergent --baselines none --seeds 3
+figure4-paper = --paper $(SHORT) --ways 5,20 --steps 1,5,10,20 --outer-steps 50 --curve-points 5
+figure4-rates = $(SHORT) --shots 1 --ways 5 --outer-steps 150 --curve-points 1 --solvers gd,bigsam --lr 0.4,1,2,4,8 --test-on val
+figure4-gd-5 = $(TUNED) --ways 5 --solvers gd --lr 2
+figure4-bigsam-5 = $(TUNED) --ways 5 --solvers bigsam --lr 1
+figure4-gd-20 = $(TUNED) --ways 20 --solvers gd --lr 8
+figure4-bigsam-20 = $(TUNED) --ways 20 --solvers bigsam --lr 4
+tiny = $(MANY) --dataset tiny-imagenet --model resnet18 --ways 20 --lr 1.6 --images 120 --chunk 120 --eta 0.001 --also 5x1,5x5,20x5 --outer-steps 300 \
+	--solvers gd,bigsam --seeds 3
+figure5-paper = --paper $(FIGURE5) --solvers gd,bigsam-paper --ways 5,20 --lr 0.001 --s 0.001 --eta 0.0001
+figure5-5 = $(FIGURE5) --ways 5 --lr 0.4 --eta 0.001
+figure5-20 = $(FIGURE5) --ways 20 --lr 1.6 --eta 0.001
+STUDIES = omniglot omniglot-solvers figure4-paper figure4-rates figure4-gd-5 figure4-bigsam-5 figure4-gd-20 figure4-bigsam-20 tiny figure5-paper \
+	figure5-5 figure5-20
+few-shot: $(VENV)/.test
+	$(foreach s,$(STUDIES),$(FEWSHOT) $($(s)) --threads 1 $(if $(DATA),--data-root $(DATA)) --resume --out runs/$(s) &&) true
+	$(FEWSHOT).cost --threads 1 $(if $(DATA),--data-root $(DATA)) --out runs/cost
+	$(MAKE) few-shot-page
+
+# The page alone, from the studies in RUNS that are finished.
+RUNS = runs
+few-shot-page: $(VENV)/.test
+	$(FEWSHOT).results docs/results/few_shot_notes.md \
+		$(patsubst %/results.json,%,$(wildcard $(foreach s,$(STUDIES) cost,$(RUNS)/$(s)/results.json))) --out docs/results
 
 # Side by side with the peers: time, memory, error, time to quality; and the page of goals, which `python -m benchmarks.goals` makes again.
 # `bench` takes over an hour, `bench-quick` less than five minutes.

@@ -35,8 +35,8 @@ Curves = Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]]  # labe
 
 
 def panels(titles: Sequence[str], width: float = 4.4, height: float = 3.4) -> tuple[Figure, list[Axes]]:
-    """Axes in rows of up to three, one for each title."""
-    columns = min(3, len(titles))
+    """Axes in rows of up to three, one for each title; four are two rows of two."""
+    columns = 2 if len(titles) == 4 else min(3, len(titles))
     rows = -(-len(titles) // columns)
     with plt.rc_context(_STYLE):
         size = (width * columns, height * rows)
@@ -49,13 +49,20 @@ def panels(titles: Sequence[str], width: float = 4.4, height: float = 3.4) -> tu
     return figure, axes[: len(titles)]
 
 
-def curves(ax: Axes, lines: Curves, xlabel: str, ylabel: str, log: bool = False) -> None:
-    """Mean over seeds with a band of ± one standard deviation; seeds that took different times are averaged by step."""
-    for colour, (label, seeds) in zip(COLOURS * 3, lines.items(), strict=False):
+def curves(
+    ax: Axes, lines: Curves, xlabel: str, ylabel: str, log: bool = False,
+    looks: Mapping[str, tuple[str, str]] | None = None,
+) -> None:  # fmt: skip
+    """Mean over seeds with a band of ± one standard deviation; seeds that took different times are averaged by step.
+
+    looks: colour and line style for each label.
+    """
+    for plain, (label, seeds) in zip(COLOURS * 3, lines.items(), strict=False):
+        colour, style = looks[label] if looks else (plain, "-")
         shortest = min(len(x) for x, _ in seeds)
         x = np.mean([np.asarray(x[:shortest], float) for x, _ in seeds], axis=0)
         y = np.array([np.asarray(y[:shortest], float) for _, y in seeds])
-        ax.plot(x, y.mean(0), label=label, color=colour, marker="o", markersize=3)
+        ax.plot(x, y.mean(0), style, label=label, color=colour, marker="o", markersize=3)
         if len(seeds) > 1:
             ax.fill_between(x, y.mean(0) - y.std(0), y.mean(0) + y.std(0), color=colour, alpha=0.15, linewidth=0)
     if log:

@@ -1,23 +1,31 @@
-"""`python -m bilevel_recipes.few_shot.cost`: one meta-batch, against the encoder alone and a loop over tasks.
+"""`python -m bilevel_recipes.few_shot.cost`: what one meta-batch costs, beside the encoder alone and a loop over tasks.
 
-All four do the same batch of tasks in turn, again and again, so that a slow moment of the machine hits them alike; the
-ratio of two is the median of the ratios of neighbours.
+All ways do the same batch in turn, again and again, so that a slow moment of the machine hits them alike. Times are
+medians of CPU seconds. Encoder passes are the median ratio to a forward and backward pass of the encoder alone, which
+was done just before, with the images in chunks of the fastest size.
 """
 
 from __future__ import annotations
 
-import argparse
+import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import tyro
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 
+from .. import runs, tables
+from ..command import Count, Whole, names, value
 from ..malloc import keep_memory
 from ..models import ENCODERS, build_encoder
 from .episodes import Batch, Episodes, Images
@@ -25,6 +33,38 @@ from .sources import SOURCES, load
 from .train import adapt_and_pull, encode, encode_task, sphere, zero_head
 
 Rule = bilevel.GD | bilevel.BiGSAM
+RATE = 0.1
+FLOOR = "encoder alone, forward and backward"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    dataset: Annotated[str, value(str, "|".join(SOURCES), list(SOURCES))] = "omniglot"
+    """Where classes and images are from."""
+    data_root: str = "data"
+    """Where the files are."""
+    model: Annotated[str, value(str, "|".join(ENCODERS), list(ENCODERS))] = "conv4"
+    """The encoder."""
+    solvers: Annotated[tuple[str, ...], names(["gd", "bigsam"])] = ("gd", "bigsam")
+    """Inner solvers, a table for each."""
+    tasks: Count = 16
+    """Tasks in the meta-batch."""
+    ways: Count = 5
+    """Classes in a task."""
+    shots: Count = 1
+    """Images of each class to learn from."""
+    queries: Count = 10
+    """Images of each class to be judged by."""
+    steps: Count = 5
+    """Inner steps K."""
+    repeats: Count = 15
+    """Times that each way is measured."""
+    threads: Whole = 0
+    """Torch threads; 0: torch's default."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
+    """A folder for results.json, from which the results page is made; without this flag, nothing is written."""
 
 
 def plain(encoder: nn.Module, batch: Batch, chunk: int) -> None:
@@ -71,10 +111,11 @@ def by_higher(encoder: nn.Module, batch: Batch, ways: int, steps: int, rate: flo
 
 
 def seconds(function: Callable[[], None], encoder: nn.Module) -> float:
+    """CPU seconds of all threads: other programs on the machine do not count."""
     encoder.zero_grad()
-    begin = time.perf_counter()
+    begin = time.process_time()
     function()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def gradient(function: Callable[[], None], encoder: nn.Module) -> Tensor:
@@ -92,63 +133,75 @@ def fastest_chunk(encoder: nn.Module, batch: Batch, sizes: Sequence[int], repeat
     return {size: statistics.median(times[1:]) for size, times in found.items()}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m bilevel_recipes.few_shot.cost", description=(__doc__ or "").partition("\n")[0]
-    )
-    p.add_argument("--dataset", default="omniglot", choices=list(SOURCES))
-    p.add_argument("--data-root")
-    p.add_argument("--model", default="conv4", choices=list(ENCODERS))
-    for name, value in {"tasks": 16, "ways": 5, "shots": 1, "queries": 10, "steps": 5, "repeats": 15}.items():
-        p.add_argument(f"--{name}", type=int, default=value, help=f"({value})")
-    p.add_argument("--solver", default="gd", choices=["gd", "bigsam"])
-    p.add_argument("--threads", type=int)
-    a = p.parse_args(argv)
-    keep_memory()
-    if a.threads:
-        torch.set_num_threads(a.threads)
-    images = Images(load(a.dataset, a.data_root).part("train"))
-    batch = next(Episodes(images, a.tasks, a.ways, a.shots, a.queries))
-    encoder = build_encoder(a.model, images.shape, 0).train()
-    rule = bilevel.GD(0.1) if a.solver == "gd" else bilevel.BiGSAM(0.1)
+def measure(s: Settings) -> list[tables.Block]:
+    """The encoder alone by chunks, then for each solver the meta-batch by each way."""
+    images = Images(load(s.dataset, s.data_root).part("train"))
+    batch = next(Episodes(images, s.tasks, s.ways, s.shots, s.queries))
+    encoder = build_encoder(s.model, images.shape, 0)
     task = batch[0][0].shape[1] + batch[1][0].shape[1]
-    total = task * a.tasks
-    print(f"{a.tasks} tasks, {a.ways}-way {a.shots}-shot, {a.queries} queries a class: {total} images {images.shape}")
-    threads = torch.get_num_threads()
-    print(f"{a.model}, {a.solver}, K = {a.steps}, torch {torch.__version__}, {threads} threads, {a.repeats} repeats")
-
+    total = task * s.tasks
     sizes = sorted({min(total, n) for n in (task, 2 * task, 4 * task, 8 * task, total)})
-    times = fastest_chunk(encoder, batch, sizes, max(3, a.repeats // 3))
+    times = fastest_chunk(encoder.train(), batch, sizes, max(3, s.repeats // 3))
     chunk = min(times, key=lambda size: times[size])
-    print(
-        "encoder alone, by chunk: "
-        + ", ".join(f"{n}: {1e3 * t:.1f} ms" for n, t in times.items())
-        + f"; taken: {chunk}"
-    )
+    what = f"{s.tasks} tasks, {s.ways}-way {s.shots}-shot, {s.queries} queries a class, {total} images, {s.model}"
+    found = [tables.block(FLOOR, ["images at once", "CPU ms"], [[f"{n}", f"{1e3 * t:.0f}"] for n, t in times.items()])]
+    for solver in s.solvers:
+        header = ["", "CPU ms", "encoder passes", "gradient apart from the recipe's"]
+        lines = side_by_side(s, encoder, batch, chunk, solver)
+        found.append(tables.block(f"{what}, K = {s.steps}, {solver}", header, lines))
+    return found
 
-    recipe: Callable[[], None] = lambda: together(encoder, batch, chunk, a.ways, a.steps, rule)  # noqa: E731
-    loops: dict[str, Callable[[], None]] = {"plain autograd": lambda: one_by_one(encoder, batch, a.ways, a.steps, rule)}
-    if a.solver == "gd":
-        loops["higher"] = lambda: by_higher(encoder, batch, a.ways, a.steps, 0.1)
-    runs: dict[str, Callable[[], None]] = {
-        "encoder alone, forward and backward": lambda: plain(encoder, batch, chunk),
-        "the recipe's outer step": recipe,
-        **{f"loop over tasks, {name}": loop for name, loop in loops.items()},
+
+def side_by_side(s: Settings, encoder: nn.Module, batch: Batch, chunk: int, solver: str) -> list[list[str]]:
+    """A line for each way to do the meta-batch."""
+    rule = bilevel.GD(RATE) if solver == "gd" else bilevel.BiGSAM(RATE)
+
+    def recipe() -> None:
+        together(encoder, batch, chunk, s.ways, s.steps, rule)
+
+    loops: dict[str, Callable[[], None]] = {
+        "loop over tasks, plain autograd": lambda: one_by_one(encoder, batch, s.ways, s.steps, rule)
     }
-    measured: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(a.repeats + 1):
-        for name, function in runs.items():
+    if solver == "gd" and find_spec("higher") is not None:
+        loops["loop over tasks, higher"] = lambda: by_higher(encoder, batch, s.ways, s.steps, RATE)
+    ways = {FLOOR: lambda: plain(encoder, batch, chunk), "the recipe's outer step": recipe, **loops}
+    measured: dict[str, list[float]] = {name: [] for name in ways}
+    encoder.train()
+    for _ in range(s.repeats + 1):  # the first time warms up
+        for name, function in ways.items():
             measured[name].append(seconds(function, encoder))
-    first = measured["encoder alone, forward and backward"][1:]
-    for name, t in measured.items():
-        ratio = statistics.median(x / y for x, y in zip(t[1:], first, strict=True))
-        print(f"{name:38} {1e3 * statistics.median(t[1:]):8.1f} ms   × {ratio:.3f}")
-
     encoder.eval()  # BatchNorm's batch is the chunk, and differs between them in training; the gradients are then one
     ours = gradient(recipe, encoder)
-    for name, function in loops.items():
-        other = gradient(function, encoder)
-        print(f"same gradient as {name}: relative difference {float((ours - other).norm() / other.norm()):.1e}")
+    apart = {name: gradient(function, encoder) - ours for name, function in loops.items()}
+    return [
+        [
+            name,
+            f"{1e3 * statistics.median(t[1:]):.0f}",
+            f"{statistics.median(x / y for x, y in zip(t[1:], measured[FLOOR][1:], strict=True)):.3f}",
+            f"{float(apart[name].norm() / ours.norm()):.0e}" if name in apart else "",
+        ]
+        for name, t in measured.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    prog = "python -m bilevel_recipes.few_shot.cost"
+    config = (tyro.conf.FlagCreatePairsOff,)
+    about = (__doc__ or "").partition(": ")[2]
+    s = tyro.cli(Settings, prog=prog, description=about[0].upper() + about[1:], args=argv, config=config)
+    keep_memory()
+    try:
+        runs.set_up("cpu", s.threads)
+        found = measure(s)
+        if s.out is not None:
+            s.out.mkdir(parents=True, exist_ok=True)
+            words = shlex.join(prog.split() + argv)
+            runs.write_results(s.out, words, replace(s, out=None), blocks=found)
+    except (ValueError, OSError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    print(tables.screen(found))
     return 0
 
 
