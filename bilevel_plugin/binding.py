@@ -18,16 +18,11 @@ hold the numbers of the current state.
 
 from __future__ import annotations
 
-import functools
-import inspect
-import itertools
-import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from threading import get_ident
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,27 +38,13 @@ from .kernels import (
     evaluating,
     twice_differentiable,
 )
+from .losses import Loss, active_models, check_arguments, code_of, value_and_aux
+from .models import has_weight_norm, inner_parameters, refuse_model, refuse_shared_memory
+from .session import Session
 
-Loss = Callable[..., Tensor]
 _RUNNING = ("running_mean", "running_var")
-_EVALUATING = threading.local()
 OWNER = "_bilevel_loop"  # the attribute of a tensor that says whose weights it holds
 AUX = "_bilevel_aux"  # the attribute of a tensor that a loss returned beside its value, and that depends on the weights
-
-
-NESTED: set[int] = set()  # ids of the parameters that blocks inside of losses have trained, since it was last cleared
-
-
-def evaluating_loss() -> bool:
-    """Whether a loss is being evaluated in this thread."""
-    return bool(_active())
-
-
-def _active() -> list[frozenset[int]]:
-    """The ids of the modules of each model whose loss is being evaluated in this thread, one inside the other."""
-    if not hasattr(_EVALUATING, "models"):
-        _EVALUATING.models = []
-    return _EVALUATING.models
 
 
 @dataclass
@@ -94,18 +75,18 @@ class Binding:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, own_parameters: bool = True
     ) -> None:
-        _refuse_model(model)
+        refuse_model(model)
         # A block inside of a loss, on the very model of that loss, must not write to it: the loss is in the midst of
         # its graph. The weights of such a block are swapped in alone, as those of tasks are.
-        self.holds = not any(id(m) in modules for modules in _active() for m in model.modules())
+        self.holds = not any(id(m) in modules for modules in active_models() for m in model.modules())
         self.model, self.own_parameters = model, own_parameters
-        self.parameters = _inner_parameters(model, optimizers)
+        self.parameters = inner_parameters(model, optimizers)
         self.modules = tuple(model.modules())
         self._module_ids = frozenset(map(id, self.modules))
         self._children = [(m._modules, tuple(m._modules.values())) for m in self.modules]
         # a buffer that requires grad is an outer variable, and stays where it is
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None and not b.requires_grad}
-        _refuse_shared_memory(model, self.parameters)
+        refuse_shared_memory(model, self.parameters)
         tracked = {
             id(b)
             for m in self.modules
@@ -131,11 +112,11 @@ class Binding:
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
-        self.weight_norm = any(map(_has_weight_norm, self.modules))
+        self.weight_norm = any(map(has_weight_norm, self.modules))
         self.padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
         self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by a name of its own
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
-        self._session: _Session | None = None
+        self._session: Session | None = None
         self.opened = 0  # when the block was opened, in autograd's own count
         self._held: State | None = None  # the state whose numbers the model's own tensors have
         self._buffers: State = {}
@@ -154,11 +135,11 @@ class Binding:
 
     # --- several inner problems, or several processes, in one: see tasks.py and parallel.py ---
 
-    def for_every_task(self, x: Tensor) -> Tensor:
+    def repeat_for_tasks(self, x: Tensor) -> Tensor:
         """A tensor of the model, once for every inner problem."""
         return x
 
-    def each_task(self, function: Callable[[State], State], d: State) -> State:
+    def map_over_tasks(self, function: Callable[[State], State], d: State) -> State:
         """function(d) for every inner problem."""
         return function(d)
 
@@ -176,7 +157,7 @@ class Binding:
     def initial_weights(self) -> State:
         """w_0, still attached to the model's parameters."""
         with torch.enable_grad():
-            return {n: self.for_every_task(p) for n, p in self.parameters.items()}
+            return {n: self.repeat_for_tasks(p) for n, p in self.parameters.items()}
 
     def means_of_losses(self, values: State, what: str = "") -> State:
         """The values of losses, by name, over all processes that take part, which all do `what`."""
@@ -230,7 +211,8 @@ class Binding:
 
     def open(self) -> None:
         """Save what is in the model, until `close`."""
-        self._session = _Session.open(self)
+        written = (*self.parameters.values(), *self.buffers.values()) if self.holds else ()
+        self._session = Session.open(self.model, self.parameters, written, self.note_versions)
         self.opened = sequence_number()
 
     def close(self) -> None:
@@ -277,7 +259,7 @@ class Binding:
         compares them in any case (`check_not_written`).
         """
         assert self._session is not None
-        self._session.check_on_top()
+        self._session.check_innermost()
         if not self.holds:
             return
         for holder, name, n in (*self._parameter_places, *self._buffer_places):
@@ -480,16 +462,16 @@ class Binding:
     def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
         """The value of loss(model, *batch), or an error that says what is wrong with it."""
         self.check_batch(name, batch)
-        _active().append(self._module_ids)
+        active_models().append(self._module_ids)
         inside.taking.losses += 1
         inside.taking.evaluating = True
         before = [x._version for x in inside.weights.values()]
         try:
             with self._first_look(name, loss):
-                value, aux = self.call(lambda *args: _split(name, loss(*args)), inside, batch)
+                value, aux = self.call(lambda *args: value_and_aux(name, loss(*args)), inside, batch)
             self.aux[name] = map_tensors(self._as_aux, aux)
         except TypeError as error:
-            _check_arguments(name, loss, self.model, batch, error)
+            check_arguments(name, loss, self.model, batch, error)
             raise
         except RuntimeError as error:
             if not self.own_parameters and any(
@@ -502,7 +484,7 @@ class Binding:
                 ) from error
             raise
         finally:
-            _active().pop()
+            active_models().pop()
             inside.taking.evaluating = False
             # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
             # and two losses that share a copy would add their gradients in low precision
@@ -516,11 +498,11 @@ class Binding:
 
     def value(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
         """The value of loss(model, *batch) alone: nothing of it is looked at or remembered."""
-        _active().append(self._module_ids)
+        active_models().append(self._module_ids)
         try:
-            return self.total(self.call(lambda *args: _split(name, loss(*args))[0], inside, batch))
+            return self.total(self.call(lambda *args: value_and_aux(name, loss(*args))[0], inside, batch))
         finally:
-            _active().pop()
+            active_models().pop()
 
     def _as_aux(self, x: Tensor) -> Tensor:
         """What a loss returned beside its value, without its graph; marked, since a later batch must not have it."""
@@ -584,329 +566,9 @@ def _silenced(hooks: list[Any]) -> Generator[None]:
 _NOTHING = nullcontext()
 
 
-class _Session:
-    """What a block found in the model. Sessions on one model stack; each puts back what it found."""
-
-    _open: ClassVar[dict[int, list[_Session]]] = {}  # of every parameter that is held, by id: the innermost is the last
-
-    def __init__(self, binding: Binding) -> None:
-        self.binding, self.thread = binding, get_ident()
-        model = binding.model
-        self._modes = [(m, m.training) for m in binding.modules]
-        self._flags = [(p, p.requires_grad) for p in model.parameters()]
-        # tensors and lists of tensors among the attributes: `_flat_weights` of RNNs, `weight` of old-style prune
-        self._attributes = [
-            (vars(m), name, value, list(value) if isinstance(value, list) else None)
-            for m in binding.modules
-            for name, value in vars(m).items()
-            if isinstance(value, Tensor) or (isinstance(value, list) and any(isinstance(x, Tensor) for x in value))
-        ]
-        self._dense = [m for m in binding.modules if isinstance(m, nn.Embedding) and m.sparse]
-        self._places = [
-            (holder, name, t)
-            for m in binding.modules
-            for holder in (vars(m)["_parameters"], vars(m)["_buffers"])
-            for name, t in holder.items()
-        ]
-        self.values: list[tuple[Tensor, Tensor]] = []
-        self.remember_values()
-
-    def remember_values(self) -> None:
-        binding = self.binding
-        written = () if not binding.holds else (*binding.parameters.values(), *binding.buffers.values())
-        self.values = [(t, t.detach().clone()) for t in written]
-
-    @classmethod
-    def open(cls, binding: Binding) -> _Session:
-        with EXCLUSIVE:
-            for p in binding.parameters.values():
-                stack = cls._open.get(id(p), [])
-                if stack and stack[-1].thread != get_ident():
-                    raise RuntimeError(
-                        "bilevel.inner: another thread has a block open on this model, and there is one set of weights "
-                        "in it. Give each thread a model of its own: copy.deepcopy(model)."
-                    )
-            session = cls(binding)
-            for p in binding.parameters.values():
-                cls._open.setdefault(id(p), []).append(session)
-            if evaluating_loss():
-                NESTED.update(map(id, binding.parameters.values()))
-            for m in session._dense:  # a sparse gradient has no derivative; the dense one has the same numbers
-                m.sparse = False
-            return session
-
-    def check_on_top(self) -> None:
-        for p in self.binding.parameters.values():
-            if self._open[id(p)][-1] is not self:
-                raise RuntimeError(
-                    "bilevel.inner: a nested block is still open on the same model, and its weights are in it. Close "
-                    "the inner block first, or give it a copy of the model."
-                )
-
-    def close(self) -> None:
-        above: dict[int, _Session] = {}
-        for p in self.binding.parameters.values():
-            stack = self._open[id(p)]
-            at = stack.index(self)
-            if at + 1 < len(stack):
-                above[id(p)] = stack[at + 1]
-            del stack[at]
-            if not stack:
-                del self._open[id(p)]
-        with torch.no_grad():
-            later = next(iter(above.values()), None)
-            if later is not None:  # closed out of order: the block that is still open puts it back in the end
-                mine = {id(t): saved for t, saved in self.values}
-                later.values = [(t, mine.get(id(t), saved)) for t, saved in later.values]
-                later._modes, later._flags = self._modes, self._flags
-                later._attributes, later._places = self._attributes, self._places
-                return
-            for t, saved in self.values:
-                if not t.is_meta and t.dtype == saved.dtype:
-                    t.copy_(saved)
-                elif t.dtype != saved.dtype:
-                    t.data = saved
-        for holder, name, t in self._places:
-            holder[name] = t
-        for holder, name, value, items in self._attributes:
-            if items is not None:
-                cast("list[Any]", value)[:] = items
-            holder[name] = value
-        for p, flag in self._flags:
-            p.requires_grad_(flag)
-        for m, mode in self._modes:
-            m.training = mode
-        for m in self._dense:
-            m.sparse = True
-        for stack in (self._open.get(id(p)) for p in self.binding.parameters.values()):
-            if stack:
-                stack[-1].binding.note_versions()
-
-
 def _places(
     modules: Iterable[nn.Module], kind: str, tensors: Mapping[str, Tensor]
 ) -> list[tuple[dict[str, Any], str, str]]:
     """Every place that holds one of them: tied weights have several, a submodule under two names is one place."""
     names = {id(t): n for n, t in tensors.items()}
     return [(vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names]
-
-
-def _has_weight_norm(module: nn.Module) -> bool:
-    """Whether it is torch's parametrization, or has torch's older hook."""
-    return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
-
-
-def _split(name: str, returned: Any) -> tuple[Tensor, Any]:
-    """The loss, and what was returned beside it."""
-    if type(returned) is tuple and len(returned) == 2:
-        return scalar(name, returned[0]), returned[1]
-    return scalar(name, returned), None
-
-
-def scalar(name: str, value: object) -> Tensor:
-    """The value of a loss, or an error that says what is wrong with it."""
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"bilevel.inner: {name} must return a scalar tensor, got {type(value).__name__}. Return the loss itself, "
-            "not loss.item(); what else you want of it comes second: return loss, logits."
-        )
-    if value.shape != ():
-        raise ValueError(
-            f"bilevel.inner: {name} must return a scalar, got a tensor of shape {tuple(value.shape)}. Reduce it, "
-            "with .mean() or .sum()."
-        )
-    if not value.is_floating_point():
-        raise TypeError(f"bilevel.inner: {name} must return a real floating-point loss, got {value.dtype}.")
-    return value
-
-
-def _refuse_model(model: nn.Module) -> None:
-    if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bilevel.inner: model must be an nn.Module, got {type(model).__name__}.")
-    for name, module in model.named_modules():
-        where = f"the submodule {name!r}" if name else "the model"
-        kind = type(module).__name__
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"bilevel.inner: {where} is a TorchScript module (torch.jit), whose derivatives can't be looked into. "
-                "Pass the nn.Module that it was made from."
-            )
-        if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise TypeError(
-                f"bilevel.inner: {where} is torch.compile'd, and a compiled module has no second derivative. "
-                "Pass the module as it was before compiling (compiled._orig_mod)."
-            )
-        if kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel") or kind.startswith("FSDP"):
-            raise TypeError(
-                f"bilevel.inner: {where} is wrapped in {kind}, which sums gradients outside of autograd's second "
-                "derivative. Pass the module itself (model.module), and group= for several processes."
-            )
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise TypeError(
-                f"bilevel.inner: {where} has a backward hook, and autograd would apply it to second derivatives as "
-                "well. Remove it; what it does to the gradient can be an operation in the model, or direction=, a "
-                "function of the direction."
-            )
-        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
-            raise TypeError(
-                f"bilevel.inner: {where} is an nn.Embedding with scale_grad_by_freq=True, whose second derivative is "
-                "wrong in PyTorch. Set scale_grad_by_freq=False."
-            )
-    for name, buffer in model.named_buffers():
-        if buffer is not None and buffer.grad_fn is not None:
-            raise ValueError(
-                f"bilevel.inner: the buffer {name!r} carries a graph of autograd. Compute it inside h, or register it "
-                "detached."
-            )
-
-
-def _refuse_shared_memory(model: nn.Module, parameters: State) -> None:
-    """Tied weights are one Parameter in two places; two tensors over the same memory train otherwise."""
-    held = {id(p): n for n, p in parameters.items()}
-    spans: list[tuple[int, int, str, bool]] = []
-    attributes = [
-        (f"{name}.{n}".lstrip("."), t)
-        for name, m in model.named_modules()
-        if not m._forward_pre_hooks  # old-style norms and pruning make theirs anew before each call
-        for n, t in vars(m).items()
-        if isinstance(t, Tensor)
-    ]
-    named = (*model.named_parameters(), *model.named_buffers(), *attributes)
-    tensors = {id(t): (n, t) for n, t in named if t is not None}
-    for key, (n, t) in tensors.items():
-        if t.layout == torch.strided and t.numel() and not t.is_meta and not _lazy(t):
-            last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-            spans.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size(), n, key in held))
-    spans.sort()
-    for (_, end, one, a), (begin, _, other, b) in itertools.pairwise(spans):
-        if begin < end and (a or b):
-            raise ValueError(
-                f"bilevel.inner: {one!r} and {other!r} are tied: two tensors that share their memory, of which a step "
-                "would see one. Tie weights by the parameter itself (model.b.weight = model.a.weight), and give a "
-                "frozen copy or a buffer memory of its own (.clone())."
-            )
-
-
-def _lazy(t: Tensor) -> bool:
-    return isinstance(t, torch.nn.parameter.UninitializedTensorMixin)  # pyright: ignore
-
-
-def _inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
-    named = dict(model.named_parameters())
-    inner: State = {n: p for n, p in named.items() if p.requires_grad}
-    if optimizers:
-        names = {id(p): n for n, p in named.items()}
-        held = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-        twice = (
-            next((p for i, p in enumerate(held) if any(p is q for q in held[:i])), None)
-            if len(optimizers) > 1
-            else None
-        )
-        if twice is not None:
-            raise ValueError(
-                f"bilevel.inner: two of the optimizers hold the parameter {names.get(id(twice), '')!r}. Give each "
-                "optimizer a part of the model of its own; loop.step(..., only=optimizer) moves one part."
-            )
-        strangers = [tuple(p.shape) for p in held if id(p) not in names]
-        if strangers:
-            raise ValueError(
-                f"bilevel.inner: the optimizer holds {len(strangers)} tensor(s) that are no parameters of the model "
-                f"(the first has shape {strangers[0]}). Build it over model.parameters() or a part of them; outer "
-                "variables have an optimizer of their own."
-            )
-        mine = {names[id(p)] for p in held}
-        inner = {n: p for n, p in inner.items() if n in mine}
-    if not inner:
-        kinds = ", ".join(sorted({str(p.dtype) for p in named.values()})) or "none at all"
-        raise ValueError(
-            f"bilevel.inner: the model has no trainable parameter, so there is no inner variable (parameters: {kinds}; "
-            "integer ones can't be trained). Set requires_grad on what the inner loop should train."
-        )
-    for n, p in inner.items():
-        if _lazy(p):
-            raise ValueError(
-                f"bilevel.inner: the parameter {n!r} of a lazy module has no shape yet. Call the model once, on a "
-                "batch, before the block."
-            )
-        if p.is_complex():
-            raise TypeError(
-                f"bilevel.inner: the parameter {n!r} is complex ({p.dtype}), and steps on complex weights are not "
-                "supported. Hold its real and imaginary parts as two parameters (torch.view_as_complex in forward)."
-            )
-        if p.is_inference():
-            raise RuntimeError(
-                f"bilevel.inner: the parameter {n!r} was made under torch.inference_mode and can't be differentiated. "
-                "Build the model outside of it."
-            )
-        hooks = getattr(p, "_post_accumulate_grad_hooks", None)
-        if hooks:
-            raise ValueError(
-                f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, and a block has "
-                "none there. Remove it, and write what it does to the gradient as direction=, a function of it."
-            )
-    return inner
-
-
-def code_of(loss: Any) -> object:
-    """A key that is equal for a loss that is defined again for every block: its code, and the switches it closes over.
-
-    The tensors and numbers that it closes over may differ each time.
-    """
-    if isinstance(loss, WithKeywords):
-        return code_of(loss.loss)
-    if isinstance(loss, functools.partial):
-        return code_of(loss.func), *map(_switch, (*loss.args, *loss.keywords.values()))
-    code = getattr(loss, "__code__", None)
-    if code is None:
-        return type(loss), *map(_switch, getattr(loss, "__dict__", {}).values())
-    held = (*(loss.__defaults__ or ()), *(cell.cell_contents for cell in loss.__closure__ or () if _is_filled(cell)))
-    return code, getattr(loss, "__self__", None) and id(loss.__self__), *map(_switch, held)
-
-
-def _switch(x: object) -> object:
-    return x if isinstance(x, (bool, str)) else getattr(x, "__code__", None)
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
-@dataclass(frozen=True)
-class WithKeywords:
-    """A loss whose last arguments are given by name."""
-
-    loss: Loss
-    keywords: tuple[str, ...]
-
-    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        n = len(args) - len(self.keywords)
-        return args[:n], dict(zip(self.keywords, args[n:], strict=True))
-
-    def __call__(self, *args: Any) -> Tensor:
-        positional, named = self._split(args)
-        return self.loss(*positional, **named)
-
-    def bind(self, *args: Any) -> None:
-        positional, named = self._split(args)
-        inspect.signature(self.loss).bind(*positional, **named)
-
-
-def _check_arguments(name: str, loss: Loss, model: nn.Module, batch: tuple[Any, ...], error: TypeError) -> None:
-    """Raise a better error, if what went wrong is that the loss takes other arguments than the batch gives."""
-    try:
-        if isinstance(loss, WithKeywords):
-            loss.bind(model, *batch)
-        else:
-            inspect.signature(loss).bind(model, *batch)
-    except TypeError as misfit:
-        where = "outer=(...)" if name == "g" else "loop.step(...)"
-        named = f" ({', '.join(loss.keywords)} by name)" if isinstance(loss, WithKeywords) else ""
-        raise TypeError(
-            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}{named}, but {misfit}. "
-            f"Its batch is what is given to {where}."
-        ) from error
-    except ValueError:  # a built-in without a signature
-        pass

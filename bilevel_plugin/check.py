@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from .binding import Binding, Loss
+from .binding import Binding
 from .graph import State, find_leaves, map_tensors, tensors_of
 from .inner import inner
 from .loop import Inputs, as_tuple, flatten
+from .losses import Loss
 from .replay import Conditions
 from .sentinel import TOLERANCE, NotChecked, Probe
 from .solvers import resolve as resolve_solver

@@ -15,11 +15,12 @@ from torch import nn
 
 from . import hypergrad as engines
 from . import solvers
-from .binding import Binding, Loss
+from .binding import Binding
 from .direction import Transform, checked_direction, resolve_clip
 from .hypergrad import Engine
 from .kernels import EXCLUSIVE
 from .loop import Check, Inputs, Loop, Losses, flatten
+from .losses import Loss
 from .optimizers import Formula
 from .solvers import Rate, StepRule
 from .tasks import TaskBinding
@@ -188,7 +189,7 @@ class Inner:
             return binding, DescentRule(self._rate, once)
         names = {p: n for n, p in binding.parameters.items()}
         rate = 1e-3 if self._formula is not None and self._rate is None else self._rate
-        rule = OptimizerRule(optimizers, self._formula, names, rate, once, binding.for_every_task, binding.vmapped)
+        rule = OptimizerRule(optimizers, self._formula, names, rate, once, binding.repeat_for_tasks, binding.vmapped)
         return binding, rule
 
     def __enter__(self) -> Loop:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .accumulation import Accumulate, AfterAccumulation
-from .binding import AUX, NESTED, OWNER, Binding, Inside, Loss, WithKeywords, code_of, evaluating_loss, scalar
+from .binding import AUX, OWNER, Binding, Inside
 from .conditions import undisturbed
 from .direction import Transform, Transformed, hooks_of
 from .fetching import Source
@@ -37,9 +37,11 @@ from .hypergrad import Engine
 from .hypergrad.base import End, OuterLoss
 from .hypergrad.plan import Plan
 from .kernels import EXCLUSIVE, full_precision
+from .losses import Loss, WithKeywords, code_of, evaluating_loss, scalar
 from .parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
 from .replay import Conditions, RecordedLoss, RecordedStep, refuse_hidden_parameter
 from .sentinel import Sentinel
+from .session import NESTED
 from .solvers import StepRule, Value
 from .step import LossMonitor, Moved, Step, Term, disconnected
 from .updates import SUM, Update, UpdateRule
@@ -400,11 +402,11 @@ class Loop:
                 "hook would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by "
                 "name."
             )
-        return None if hooks is None else lambda d: self._binding.each_task(hooks, d)
+        return None if hooks is None else lambda d: self._binding.map_over_tasks(hooks, d)
 
     def _update_at(self, k: int) -> Update:
         """Υ_k, after what comes before it: hooks on parameters, the accumulated gradients, direction= and clip=."""
-        update, each, hooks = self._update.at_step(k), self._binding.each_task, self._hooks()
+        update, each, hooks = self._update.at_step(k), self._binding.map_over_tasks, self._hooks()
         transforms = [t for t in (self._direction, self._clip) if t is not None]
         own = self._direction is not None or getattr(self._clip, "may_close_over", self._clip is not None)
         if transforms:

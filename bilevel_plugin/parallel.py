@@ -64,7 +64,7 @@ class ParallelBinding(Binding):
         self.check_same_on_all_ranks(self.parameters, f"start from different weights. {remedy}")
         return super().initial_weights()
 
-    def for_every_task(self, x: Tensor) -> Tensor:
+    def repeat_for_tasks(self, x: Tensor) -> Tensor:
         return self.count_once_across_ranks(x)
 
     def count_once_across_ranks(self, x: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .binding import Binding, Loss
+from .binding import Binding
 from .conditions import drawn_from, random_states, undisturbed
 from .graph import State
 from .kernels import EXCLUSIVE
+from .losses import Loss
 
 Reduction = Literal["mean", "sum"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import NESTED, OWNER, Binding, code_of, evaluating_loss
+from .binding import OWNER, Binding
 from .conditions import RandomStates, drawn_from, random_states, set_modes, set_random_states
 from .fetching import Source
 from .graph import (
@@ -33,8 +33,10 @@ from .graph import (
     tensors_of,
 )
 from .kernels import EXCLUSIVE
+from .losses import code_of, evaluating_loss
 from .pullback import micro
 from .pullback.base import Pull, Pulled
+from .session import NESTED
 from .step import LossMonitor, Moved, Step, Term, disconnected
 from .updates import SUM
 

@@ -23,12 +23,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from .binding import NESTED, Binding, Inside, Loss, code_of
+from .binding import Binding, Inside
 from .graph import DerivativeWarning, State, grad, leaves_read_since, map_tensors, sequence_number, tensors_of
 from .hypergrad.plan import free
 from .kernels import NORMALISATIONS, evaluating
+from .losses import Loss, code_of
 from .parts import samples_of, split
 from .replay import Conditions
+from .session import NESTED
 from .solvers import Value
 from .step import Step, Term, gradient
 

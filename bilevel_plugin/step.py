@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .binding import Binding, Inside, Loss
+from .binding import Binding, Inside
 from .graph import State, explained, find_leaves, grad, same_bits
 from .kernels import full_precision, is_stopped
+from .losses import Loss
 from .parts import Micro, split
 from .solvers import Value
 from .updates import PulledUpdate, Update

@@ -42,16 +42,16 @@ class TaskBinding(Binding):
                     "with momentum=None) reads its count as a number, which vmap does not allow. Set its momentum, or "
                     "loop over the tasks with a block for each."
                 )
-        self.buffers = {n: self.for_every_task(b).clone() for n, b in self.buffers.items()}
+        self.buffers = {n: self.repeat_for_tasks(b).clone() for n, b in self.buffers.items()}
 
     @property
     def key(self) -> tuple[object, ...]:
         return *super().key, self.tasks
 
-    def for_every_task(self, x: Tensor) -> Tensor:
+    def repeat_for_tasks(self, x: Tensor) -> Tensor:
         return x.expand(self.tasks or 1, *x.shape)
 
-    def each_task(self, function: Callable[[State], State], d: State) -> State:
+    def map_over_tasks(self, function: Callable[[State], State], d: State) -> State:
         return torch.func.vmap(function)(d) if d else d
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
-from ..binding import Binding, Loss
+from ..binding import Binding
 from ..graph import State, as_leaves, map_tensors
 from ..kernels import NORMALISATIONS, TakingDirection
+from ..losses import Loss
 from ..step import Moved, Step
 from . import lean
 from .base import Pulled, joined, known_direction

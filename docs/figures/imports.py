@@ -13,7 +13,7 @@ BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end 
 
 ORDER = (  # a file imports what stands before it
     "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "accumulation", "direction",
-    "binding", "conditions", "tasks", "parallel", "parts", "fetching", "step",
+    "losses", "models", "session", "binding", "conditions", "tasks", "parallel", "parts", "fetching", "step",
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/micro",
     "pullback/__init__",
     "replay",

@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.binding import Loss
+from bilevel_plugin.losses import Loss
 from bilevel_plugin.solvers import StepRule
 
 from .style import SOLVERS, legend, panels, save

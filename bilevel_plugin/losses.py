@@ -1,0 +1,116 @@
+"""Losses as a user writes them: how they are called, what they return, and when two of them are the same code."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+Loss = Callable[..., Tensor]
+_EVALUATING = threading.local()
+
+
+def evaluating_loss() -> bool:
+    """Whether a loss is being evaluated in this thread."""
+    return bool(active_models())
+
+
+def active_models() -> list[frozenset[int]]:
+    """The ids of the modules of each model whose loss is being evaluated in this thread, one inside the other."""
+    if not hasattr(_EVALUATING, "models"):
+        _EVALUATING.models = []
+    return _EVALUATING.models
+
+
+def value_and_aux(name: str, returned: Any) -> tuple[Tensor, Any]:
+    """The loss, and what was returned beside it."""
+    if type(returned) is tuple and len(returned) == 2:
+        return scalar(name, returned[0]), returned[1]
+    return scalar(name, returned), None
+
+
+def scalar(name: str, value: object) -> Tensor:
+    """The value of a loss, or an error that says what is wrong with it."""
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"bilevel.inner: {name} must return a scalar tensor, got {type(value).__name__}. Return the loss itself, "
+            "not loss.item(); what else you want of it comes second: return loss, logits."
+        )
+    if value.shape != ():
+        raise ValueError(
+            f"bilevel.inner: {name} must return a scalar, got a tensor of shape {tuple(value.shape)}. Reduce it, "
+            "with .mean() or .sum()."
+        )
+    if not value.is_floating_point():
+        raise TypeError(f"bilevel.inner: {name} must return a real floating-point loss, got {value.dtype}.")
+    return value
+
+
+def code_of(loss: Any) -> object:
+    """A key that is equal for a loss that is defined again for every block: its code, and the switches it closes over.
+
+    The tensors and numbers that it closes over may differ each time.
+    """
+    if isinstance(loss, WithKeywords):
+        return code_of(loss.loss)
+    if isinstance(loss, functools.partial):
+        return code_of(loss.func), *map(_switch, (*loss.args, *loss.keywords.values()))
+    code = getattr(loss, "__code__", None)
+    if code is None:
+        return type(loss), *map(_switch, getattr(loss, "__dict__", {}).values())
+    held = (*(loss.__defaults__ or ()), *(cell.cell_contents for cell in loss.__closure__ or () if _is_filled(cell)))
+    return code, getattr(loss, "__self__", None) and id(loss.__self__), *map(_switch, held)
+
+
+def _switch(x: object) -> object:
+    return x if isinstance(x, (bool, str)) else getattr(x, "__code__", None)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class WithKeywords:
+    """A loss whose last arguments are given by name."""
+
+    loss: Loss
+    keywords: tuple[str, ...]
+
+    def _split(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        n = len(args) - len(self.keywords)
+        return args[:n], dict(zip(self.keywords, args[n:], strict=True))
+
+    def __call__(self, *args: Any) -> Tensor:
+        positional, named = self._split(args)
+        return self.loss(*positional, **named)
+
+    def bind(self, *args: Any) -> None:
+        positional, named = self._split(args)
+        inspect.signature(self.loss).bind(*positional, **named)
+
+
+def check_arguments(name: str, loss: Loss, model: nn.Module, batch: tuple[Any, ...], error: TypeError) -> None:
+    """Raise a better error, if what went wrong is that the loss takes other arguments than the batch gives."""
+    try:
+        if isinstance(loss, WithKeywords):
+            loss.bind(model, *batch)
+        else:
+            inspect.signature(loss).bind(model, *batch)
+    except TypeError as misfit:
+        where = "outer=(...)" if name == "g" else "loop.step(...)"
+        named = f" ({', '.join(loss.keywords)} by name)" if isinstance(loss, WithKeywords) else ""
+        raise TypeError(
+            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}{named}, but {misfit}. "
+            f"Its batch is what is given to {where}."
+        ) from error
+    except ValueError:  # a built-in without a signature
+        pass
