@@ -127,18 +127,16 @@ SHORT = --dataset omniglot --shots 1,5 --images 440 --test-episodes 600 --test-s
 TUNED = $(SHORT) --outer-steps 150 --curve-points 6 --steps 1,5,10,20
 FIGURE5 = --dataset tiny-imagenet --model resnet18 --shots 1,5 --images 120 --chunk 120 --outer-steps 100 --precision auto --test-episodes 300 \
 	--test-steps 5 --curve-points 5 --curve-episodes 50 --baselines none --solvers gd,bigsam --seeds 3
-MANY = --train-queries 5 --precision auto --test-steps 5 --curve-points 8 --curve-episodes 100
-OMNIGLOT = $(MANY) --dataset omniglot --model conv4-pool --ways 60 --lr 4.8 --images 360 --chunk 360 --also 5x1,5x5,20x1,20x5
-omniglot = $(OMNIGLOT) --outer-steps 4000 --solvers gd,bigsam --seeds 3
-omniglot-solvers = $(OMNIGLOT) --outer-steps 1000 --solvers gd,bigsam,bigsam-paper,bigsam-convergent --baselines none --seeds 3
+omniglot = --omniglot --solvers gd,bigsam --seeds 3
+omniglot-solvers = --omniglot --outer-steps 1000 --solvers gd,bigsam,bigsam-convergent,bigsam-paper-annealed,bigsam-paper --seeds 3
 figure4-paper = --paper $(SHORT) --ways 5,20 --steps 1,5,10,20 --outer-steps 50 --curve-points 5
 figure4-rates = $(SHORT) --shots 1 --ways 5 --outer-steps 150 --curve-points 1 --solvers gd,bigsam --lr 0.4,1,2,4,8 --test-on val
 figure4-gd-5 = $(TUNED) --ways 5 --solvers gd --lr 2
 figure4-bigsam-5 = $(TUNED) --ways 5 --solvers bigsam --lr 1
 figure4-gd-20 = $(TUNED) --ways 20 --solvers gd --lr 8
 figure4-bigsam-20 = $(TUNED) --ways 20 --solvers bigsam --lr 4
-tiny = $(MANY) --dataset tiny-imagenet --model resnet18 --ways 20 --lr 1.6 --images 120 --chunk 120 --eta 0.001 --also 5x1,5x5,20x5 --outer-steps 300 \
-	--solvers gd,bigsam --seeds 3
+tiny = --dataset tiny-imagenet --model resnet18 --ways 20 --train-queries 5 --lr 1.6 --images 120 --chunk 120 --eta 0.001 --precision auto \
+	--also 5x1,5x5,20x5 --outer-steps 300 --test-steps 5 --curve-points 6 --curve-episodes 100 --solvers gd,bigsam --seeds 3
 figure5-paper = --paper $(FIGURE5) --solvers gd,bigsam-paper --ways 5,20 --lr 0.001 --s 0.001 --eta 0.0001
 figure5-5 = $(FIGURE5) --ways 5 --lr 0.4 --eta 0.001
 figure5-20 = $(FIGURE5) --ways 20 --lr 1.6 --eta 0.001

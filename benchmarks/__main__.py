@@ -211,9 +211,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     problems = args.problems or [name for name in NAMES if size == "full" or name not in SKIPPED]
     setting, begin = Setting(size, args.threads, args.malloc), time.perf_counter()
     results: dict[str, Any] = report.load(args.out) if args.merge else {}
+    machine = report.machine([r for r in RUNNERS if r.package])
+    machine["packages"] = results.get("machine", {}).get("packages", {}) | machine["packages"]  # of the parts that stay
     results |= {
         "setting": {"size": size, "threads": args.threads, "malloc": args.malloc, "rounds": rounds},
-        "machine": report.machine([r for r in RUNNERS if r.package], results.get("machine", {}).get("packages", {})),
+        "machine": machine,
         "when": f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%d %H:%M} UTC",
         "commands": [*results.get("commands", []), shlex.join(["python", "-m", "benchmarks", *argv])],
     }

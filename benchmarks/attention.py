@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 import bilevel_plugin as bilevel
 from bilevel_plugin import attention as chunks
 from bilevel_plugin.kernels import twice_differentiable
+from bilevel_recipes.runs import write_page
 
 from .measure import clock, live, say
 from .report import machine
@@ -201,7 +202,7 @@ def main() -> None:
     shapes = [(8, 4, 128), (1, 4, 512), (8, 8, 256), (1, 4, 1024), (4, 8, 512), (1, 4, 2048), (16, 8, 512)]
     quick = options.quick
     text = page((64, 128) if quick else LENGTHS, shapes[:1] if quick else shapes, 1 if quick else options.rounds)
-    options.out.write_text(text)
+    write_page(options.out, text)
     print(text)
 
 

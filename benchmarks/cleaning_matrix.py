@@ -34,6 +34,7 @@ from bilevel_recipes.clean.noise import (
     precondition,
     uniform_noise,
 )
+from bilevel_recipes.runs import write_page
 from bilevel_recipes.tables import Block, markdown, screen, spread
 
 from .cleaning import listing
@@ -259,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     p.error(f"{name}: {error}; give its folder with --data-root, or leave it out with --sets")
                 add(results.setdefault(name, {}), measure(one, seed), f"{name} {seed}")
             # after each draw of all sets, so that an interrupted run has a page
-            (asked.out / "cleaning_matrix.md").write_text(page(results, asked), encoding="utf-8")
+            write_page(asked.out / "cleaning_matrix.md", page(results, asked))
     print(screen(block(results, key) for key in TITLES))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bilevel_recipes.runs import write_page
 from bilevel_recipes.tables import Block
 from bilevel_recipes.tables import screen as in_columns
 
@@ -105,7 +106,7 @@ def screen(results: Results) -> str:
 
 def write(folder: Path, results: Results) -> None:
     """Write cleaning.md and cleaning.png."""
-    (folder / "cleaning.md").write_text(markdown(results), encoding="utf-8")
+    write_page(folder / "cleaning.md", markdown(results))
     picture(folder / "cleaning.png", results)
 
 

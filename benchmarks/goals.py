@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bilevel_recipes.runs import write_page
+
 from . import report
 from .problems import LARGE
 
@@ -240,8 +242,8 @@ def page(results: Results) -> str:
 
 
 def write(folder: Path, results: Results) -> None:
-    """goals.md, with goals_notes.md if the folder has one."""
-    (folder / "goals.md").write_text(report.with_notes(page(results), folder / "goals_notes.md"))
+    """Write goals.md."""
+    write_page(folder / "goals.md", page(results))
 
 
 def main(argv: Iterable[str] | None = None) -> int:

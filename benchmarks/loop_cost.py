@@ -1,11 +1,8 @@
-"""What the checks and the structure of the core cost: `make loop-cost` prints the tables of docs/results/loop.md.
-
-The sentinel in plain steps; the three ways in for weights, in microseconds a call; functions and changes of file in one
-step and one hypergradient; lines of code by file.
-"""
+"""What the checks and the structure of the core cost: `make loop-cost` makes docs/results/loop.md."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -27,12 +24,12 @@ PACKAGE = Path(bilevel.__file__).parent
 
 
 def median(run: Callable[[], object], rounds: int = 15) -> float:
-    """The median of the seconds that a call takes."""
+    """The median of the seconds of CPU time that a call takes, so that a busy machine does not count."""
     times: list[float] = []
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         run()
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return statistics.median(times)
 
 
@@ -124,27 +121,31 @@ def trace(run: Callable[[], object]) -> tuple[int, int, int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    print("# What the checks cost, and how large the core is\n")
-    print(f"2 cores, no GPU, torch {torch.__version__}, one thread. Made by `make loop-cost`.\n")
-    print("| the sentinel, once | plain steps |\n| --- | ---: |")
+    print("# What the checks and the structure cost\n")
+    print(f"Made by `make loop-cost` on {os.cpu_count()} cores, one thread, no GPU, torch {torch.__version__}.\n")
+    print("## The sentinel\n")
+    print("The time that the check of one hypergradient takes, in plain training steps of the same model.\n")
+    print("| model | plain steps |\n| --- | ---: |")
     for name, make in (
         ("MLP 256-256-256-10, float32, batch 256", mlp),
         ("small CNN with BatchNorm, float32", convolution),
     ):
         print(f"| {name} | {sentinel_in_plain_steps(make):.1f} |")
-    print("\n| weights enter a loss by (µs a call) | own parameters | our swap | functional_call |")
+    print("\n## How weights enter a loss\n")
+    print("Microseconds for one evaluation of the loss of a tiny model.\n")
+    print("| model | own parameters | our swap | `torch.func.functional_call` |")
     print("| --- | ---: | ---: | ---: |")
     for layers in (1, 5, 12):
         print(f"| {2 * layers} parameters | " + " | ".join(f"{x:.0f}" for x in ways_in(layers)) + " |")
     _, h, g, lam, x, y = problem(nn.Linear(3, 10), torch.randn(4, 3))
-    print("\n| K = 3, nn.Linear, reverse | calls | functions | changes of file |\n| --- | ---: | ---: | ---: |")
+    print("\n## Python functions that a call runs\n")
+    print("A linear model under `reverse`, in its third step: how often a function of the core is called, how many")
+    print("different ones there are, and how often the next call is in another file.\n")
+    print("| | calls | functions | changes of file |\n| --- | ---: | ---: | ---: |")
     with bilevel.inner(nn.Linear(3, 10), h, g, solver="gd", lr=0.1, check=False) as loop:
         loop.run(2, x, y, outer=(x, y))
         for name, run in (("loop.step", lambda: loop.step(x, y)), ("loop.hypergrad", lambda: loop.hypergrad(lam))):
-            print(f"| {name} | " + " | ".join(map(str, trace(run))) + " |")
-    print("\n| file | lines |\n| --- | ---: |")
-    for path in sorted(PACKAGE.rglob("*.py")):
-        print(f"| {path.relative_to(PACKAGE)} | {len(path.read_text().splitlines())} |")
+            print(f"| `{name}` | " + " | ".join(map(str, trace(run))) + " |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How often steps are run again if K is not known beforehand: ours, the fewest possible, and two other rules.
 
-    python -m benchmarks.plan > docs/results/plan.md
+    make plan
 
 Nothing is computed but the plans themselves: s states are held at any time, a loop of K steps ends, and the sweep uses
 the room of s states by binomial checkpointing. A cell has the steps that are run again per step, besides the one run of
@@ -13,6 +13,17 @@ from collections.abc import Callable, Sequence
 
 from bilevel_plugin.hypergrad.plan import fewest_reruns, kept_online, reruns, states_for_sqrt
 
+HEAD = """# Which states to keep, if the number of steps is not known
+
+Made by `make plan`. At most s states are held at any time, and the loop ends after K steps. A cell has the number of
+steps that are run again, per step, besides the one run of each that makes its graph.
+
+- **known K** is the least possible number, for a loop whose length is known (binomial checkpointing).
+- **ours** drops the state that the sweep would miss least if the loop ended now.
+- **levels** is the rule of Wang, Moin & Iaccarino (2009).
+- **doubling** keeps every c-th state, and doubles c when the states do not fit.
+- **doubling, states stay** is the same, but no state of the loop gives its room away during the sweep.
+"""
 STATES = (2, 3, 5, 10, 20, 50, 100)
 LENGTHS = (1.5, 2, 3, 5, 10, 20, 50)  # K, as multiples of s
 
@@ -74,25 +85,17 @@ def worst(states: int, most: int) -> float:
 def main() -> None:
     found = cells()
     names = list(found[0][2])
-    print("# Which states to keep, if the number of steps is not known\n")
-    print(
-        "By `make plan`. s states are held at any time, the loop ends after K steps. A cell has the steps that are run"
-    )
-    print("again per step, besides the one run of each that makes its graph. *Known K* is the least that is possible")
-    print(
-        "(binomial checkpointing). *Doubling, states stay* is what version 1 did: every c-th state, c doubled when they"
-    )
-    print("did not fit, and no state of the loop gave its room away during the sweep. *Levels*: Wang, Moin & Iaccarino")
-    print("(2009). Ours drops the state that the sweep would miss least if the loop ended here.\n")
+    print(HEAD)
     print(f"| s | K | {' | '.join(names)} |\n| {' | '.join(['---:'] * (len(names) + 2))} |")
     for s, n, row in found:
         print(f"| {s} | {n} | {' | '.join(f'{row[name]:.2f}' for name in names)} |")
-    print("\nThe largest ratio of K + *ours* to K + *known K* over every K up to 300:")
+    print("\nThe largest ratio of K + *ours* to K + *known K*, over every K up to 300, is")
     print(", ".join(f"{worst(s, 301):.3f} for s = {s}" for s in (1, 2, 3, 5, 10, 20)) + ".\n")
-    print('`Reverse(checkpoint="sqrt")` holds ⌈1.6·√K⌉ states:')
-    long = [(n, states_for_sqrt(n)) for n in (10, 100, 1000, 3000)]
-    rows = [(n, s, reruns(kept_online(n, states_for_sqrt), n, s)) for n, s in long]
-    print("; ".join(f"K = {n}: {s} states, {more / n:.2f}" for n, s, more in rows) + " runs again a step.")
+    print('`Reverse(checkpoint="sqrt")` holds ⌈1.6·√K⌉ states:\n')
+    print("| K | states | steps run again, per step |\n| ---: | ---: | ---: |")
+    for n in (10, 100, 1000, 3000):
+        s = states_for_sqrt(n)
+        print(f"| {n:,} | {s} | {reruns(kept_online(n, states_for_sqrt), n, s) / n:.2f} |")
 
 
 if __name__ == "__main__":

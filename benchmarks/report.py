@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from bilevel_recipes.runs import write_page
+
 from .problems import LARGE, NAMES
 from .runners import BY_NAME, Runner
 
@@ -25,8 +27,8 @@ Row = dict[str, Any]
 EXACT = 1e-3  # relative error, in float32, up to which a method counts as exact
 
 
-def machine(runners: Iterable[Runner], before: dict[str, str]) -> dict[str, Any]:
-    """What the figures depend on besides the code. `before` has the packages of earlier runs whose figures stay."""
+def machine(runners: Iterable[Runner]) -> dict[str, Any]:
+    """What the figures depend on besides the code."""
     cpu = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "?")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
@@ -35,7 +37,7 @@ def machine(runners: Iterable[Runner], before: dict[str, str]) -> dict[str, Any]
         "system": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "packages": before | {r.name: f"{r.package} {r.version()}" for r in runners if r.version()},
+        "packages": {r.name: f"{r.package} {r.version()}" for r in runners if r.version()},
     }
 
 
@@ -62,12 +64,8 @@ def save(folder: Path, results: dict[str, Any]) -> None:
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
-    """benchmarks.md, with benchmarks_notes.md if the folder has one."""
-    (folder / "benchmarks.md").write_text(with_notes(markdown(results), folder / "benchmarks_notes.md"))
-
-
-def with_notes(page: str, notes: Path) -> str:
-    return f"{page.rstrip()}\n\n{notes.read_text().strip()}\n" if notes.is_file() else page
+    """Write benchmarks.md."""
+    write_page(folder / "benchmarks.md", markdown(results))
 
 
 # --- figures made of figures ------------------------------------------------------------------------------------
@@ -327,8 +325,8 @@ def overhead(found: dict[str, Any]) -> list[str]:
             for name, took in rows.items()]  # fmt: skip
     head = ["loop", "µs a step", "with its share of the gradient", "step, above by hand", "all, above by hand"]
     note = (
-        f"`nn.Linear(4, 2)` on 8 samples, {found['steps']} steps, one thread, in turns. *By hand* is the same loss "
-        "with `create_graph=True`. `reverse` runs each step again for the gradient."
+        f"`nn.Linear(4, 2)` on 8 samples, {found['steps']} steps, CPU time of one thread, in turns. *By hand* is the "
+        "same loss with `create_graph=True`. `reverse` runs each step again for the gradient."
     )
     return [*lines, note, "", *grid(head, body), ""]
 

@@ -1,6 +1,7 @@
 """Inner blocks in a row, whole or broken off by an exception, and what is left of them.
 
-As a script: memory and live tensors over 1,000 blocks of every engine, as a plot and a table.
+As a script: memory and live tensors over 1,000 blocks of every engine, as a plot, and as the last part of
+docs/results/soak.md.
 
     python tests/leaking.py docs/results/leaks.png
 """
@@ -157,6 +158,20 @@ def measure(engine: str, blocks: int) -> list[tuple[int, int, int]]:
     return found
 
 
+HEAD = """
+## Memory and live tensors
+
+![Live tensors, heap and resident memory over {blocks:,} blocks]({picture})
+
+There are {blocks:,} blocks for each engine, without the garbage collector. Each block has a model and an outer variable
+of its own. The blocks end in eight ways in turn: normally, or with an exception in h, in g, in the body, in `hypergrad`
+or in `backward`. Live tensors are counted at the first block and at the last. The heap and the resident memory are in
+MiB, after 100 blocks and at the end.
+
+| engine | live tensors | heap after 100 | at the end | resident after 100 | at the end |
+| --- | ---: | ---: | ---: | ---: | ---: |"""
+
+
 def main(path: Path, blocks: int = 1000) -> None:
     from bilevel_recipes import plots
 
@@ -165,8 +180,7 @@ def main(path: Path, blocks: int = 1000) -> None:
     where = [i + 1 for i in range(blocks) if i % 9 == 0]
     titles = ["live tensors", "heap in use, MiB", "resident, MiB"]
     figure, axes = plots.panels(titles)
-    print("| engine | live tensors, first and last | heap after 100 blocks, MiB | at the end | resident | at the end |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(HEAD.format(blocks=blocks, picture=path.name))
     for colour, engine in zip(plots.COLOURS * 2, ENGINES, strict=False):
         rows = measure(engine, blocks)
         for ax, column, unit in zip(axes, zip(*rows, strict=True), (1, 2**20, 2**20), strict=True):
@@ -180,7 +194,7 @@ def main(path: Path, blocks: int = 1000) -> None:
     plots.legend(figure, axes)
     plots.save(figure, path)
     path.with_suffix(".svg").unlink()
-    print(f"\n{blocks} blocks for each engine, {time.perf_counter() - begin:.0f} s")
+    print(f"\nThis took {time.perf_counter() - begin:.0f} s.")
 
 
 if __name__ == "__main__":

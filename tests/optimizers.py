@@ -1,11 +1,11 @@
 """Every class of torch.optim in a block, judged by the plain loop.
 
-    python tests/optimizers.py > docs/results/optimizers.md
+    make optimizers
 
 The problem is a 6-5-1 tanh network with a weight λ_i for each sample, in float64, while the default dtype stays
 float32: torch keeps some of its scalars in the default dtype, and a block has to do the same. The end point is that
 of the plain loop, the hypergradient is that of its central differences. `main` runs the same problem through `higher`
-and TorchOpt, and writes the table.
+and TorchOpt, and prints docs/results/optimizers.md.
 """
 
 from __future__ import annotations

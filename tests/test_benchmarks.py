@@ -9,7 +9,7 @@ import pytest
 import torch
 from problems import relative
 
-from benchmarks import goals, measure, quality, report, whole_run
+from benchmarks import goals, measure, page, quality, report, whole_run
 from benchmarks.problems import make, mean_loss
 from benchmarks.runners import BY_NAME, RUNNERS, judge
 
@@ -265,3 +265,13 @@ def test_goal_of_a_whole_run_is_without_the_states():
     assert place == "P9, fetch=, checkpoint=sqrt, K = 10,000"
     assert figure == pytest.approx(26 - 2 * (100 - 10) * 0.1)
     assert goals.whole_run("time")(found) == {place: (3.0, 3.5)}
+
+
+def test_a_page_is_what_a_command_prints_with_its_notes(tmp_path, capfd):
+    path = tmp_path / "a.md"
+    (tmp_path / "a_notes.md").write_text("## A note\n")
+    assert page.main([str(path), sys.executable, "-c", "print('# A')"]) == 0
+    assert path.read_text() == "# A\n\n## A note\n"
+    assert page.main([str(path), sys.executable, "-c", "print('# B'); raise SystemExit(3)"]) == 3
+    assert path.read_text() == "# A\n\n## A note\n"
+    capfd.readouterr()

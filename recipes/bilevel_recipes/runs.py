@@ -58,6 +58,13 @@ def write_text(path: Path, text: str) -> None:
     write(path, text.encode())
 
 
+def write_page(path: Path, page: str) -> None:
+    """Write a Markdown page that a command made, and add the notes that are kept beside it in NAME_notes.md."""
+    notes = path.with_name(f"{path.stem}_notes.md")
+    added = f"\n{notes.read_text(encoding='utf-8').strip()}\n" if notes.is_file() else ""
+    write_text(path, f"{page.rstrip()}\n{added}")
+
+
 def save(path: Path, state: dict[str, Any]) -> None:
     """A checkpoint of tensors and plain values. The one before it is kept beside it, in case the disk damages this."""
     if not ranks.first():

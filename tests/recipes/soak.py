@@ -1,6 +1,6 @@
 """kill -9 at random moments of both recipes, --resume until they end, and the result compared bit by bit.
 
-python tests/recipes/soak.py 60        # kills in all; prints a table
+python tests/recipes/soak.py 60        # kills in all; prints the first part of docs/results/soak.md
 """
 
 from __future__ import annotations
@@ -36,6 +36,19 @@ COMMANDS = {
         *("--baselines", "none", "--quiet", "--threads", "1"),
     ],
 }
+HEAD = f"""# Killed runs, damaged files, and memory over 1,000 blocks
+
+Made by `make soak` on {os.cpu_count()} cores, CPU, torch {torch.__version__}.
+
+## Killed runs
+
+Runs of both commands (two solvers each) are killed by `kill -9` at random moments, and resumed until they end. Then
+everything that they wrote is compared bit for bit with a run that was not killed: `results.json`, the CSV files and
+every checkpoint. Only the seconds may differ. After each kill, no file under its final name may be half written. Any
+difference, any half-written file and any resume that fails counts as a loss.
+
+| recipe | kills | of these after a checkpoint | resumes | runs that ended | losses |
+| --- | ---: | ---: | ---: | ---: | ---: |"""
 WALL = ("seconds", "seconds_std", "versions", "command")  # what no two runs share
 
 
@@ -124,15 +137,14 @@ def soak(recipe: str, kills: int, seed: int, folder: Path) -> dict[str, int]:
 
 def main(kills: int) -> int:
     begin, losses = time.monotonic(), 0
-    print("| recipe | kill -9 | of these after a checkpoint | resumes | runs that ended | losses |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print(HEAD)
     for recipe in COMMANDS:
         with tempfile.TemporaryDirectory() as folder:
             c = soak(recipe, -(-kills // len(COMMANDS)), 0, Path(folder))
         losses += c["losses"]
         figures = (c[name] for name in ("kills", "with a checkpoint", "resumes", "runs", "losses"))
         print(f"| {recipe} | {' | '.join(map(str, figures))} |", flush=True)
-    print(f"\n{time.monotonic() - begin:.0f} s")
+    print(f"\nThis took {time.monotonic() - begin:.0f} s.")
     return 1 if losses else 0
 
 

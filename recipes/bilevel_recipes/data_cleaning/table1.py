@@ -83,7 +83,7 @@ def write(studies: list[dict[str, Any]], out: Path) -> None:
     for n in FIGURES:
         if found := records[n]:
             plots.save(_figure(n, found, titles), out / f"{NAME}_figure{n}").with_suffix(".svg").unlink()
-    runs.write_text(out / f"{NAME}_table1.md", page(studies, summary(records[0]), titles, records))
+    runs.write_page(out / f"{NAME}_table1.md", page(studies, summary(records[0]), titles, records))
 
 
 def table(rows: list[Record], titles: dict[str, str]) -> list[list[str]]:
