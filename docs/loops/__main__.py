@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from bilevel_recipes.runs import write_page
+
 from . import (
     END,
     FOLDER,
@@ -62,9 +64,9 @@ INDEX = """\
 
 # Loops
 
-Loops in the style of what people run, each as a plain loop and as the same loop with a block around it, with the
+Find the loop that is most like yours. Each page shows a plain loop, the same loop with a block around it, and the
 difference between the two. All are tested: the block ends where the plain loop ends, and its hypergradient agrees with
-differences of the plain loop. [The table](../results/loops.md) has the errors, the time and the memory of each.
+central differences of the plain loop. [The table](../results/loops.md) has the errors, the time and the memory of each.
 
 {items}
 
@@ -77,20 +79,19 @@ TABLE = """\
 
 {cores} cores, no GPU, torch {torch}, one thread, float64. Made by `python -m docs.loops`; not edited by hand.
 
-Every loop of [the gallery](../loops/index.md) was run as it is and with the block around it.
+Every loop of [the gallery](../loops/index.md) was run without and with the block.
 
-- **Lines**: of the plain loop's file, and those that the block adds and takes away. Empty lines do not count, nor do
-  lines that were only indented.
-- **End point**: the relative difference of all trained tensors, or of the outer loss, from those of the plain loop.
-  The tests accept {end:.0e}.
-- **Hypergradient**: its relative error against central differences of the plain loop along three random directions.
+- **Lines**: the lines of the plain loop's file, and the lines that the block adds and removes. Empty lines and lines
+  that were only indented do not count.
+- **End point**: the largest relative difference between the trained tensors, or the outer loss, of the two runs. The
+  tests accept {end:.0e}.
+- **Hypergradient**: its relative error against central differences of the plain loop, along three random directions.
   The tests accept {grad:.0e}. First-order MAML is compared with the gradient that the plain loop takes, which is not
   the derivative of its outer loss.
-- **Time and peak memory** of training *and* hypergradient, over those of training alone: medians of the processor's
-  time over eleven runs, and the most bytes that tensors hold. The loops are tiny: a plain run takes {fastest:.0f} to
-  {slowest:.0f} ms. So the time is mostly that of Python and of small operators, and the memory that of a few
-  kilobytes of weights and data.
-  [The benchmarks](benchmarks.md) have larger models.
+- **Time** and **peak memory**: those of training *and* hypergradient, relative to training alone. The time is the
+  median of the CPU time over eleven runs. The memory is the peak of the bytes that tensors hold. The loops are tiny: a
+  plain run takes {fastest:.0f} to {slowest:.0f} ms. So the time is mostly that of Python, and the memory is a few
+  kilobytes. [The benchmarks](benchmarks.md) have larger models.
 
 | loop | lines | changed | end point | hypergradient | plain, ms | time | peak memory |
 | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |
@@ -203,7 +204,7 @@ def main() -> int:
             measured.pop(entry.name, None)
             failed.append(entry.name)
     if not args.pages and measured:
-        RESULTS.write_text(table(measured))
+        write_page(RESULTS, table(measured))
     for path, text in pages().items():
         path.write_text(text)
     if failed:

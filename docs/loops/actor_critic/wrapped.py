@@ -1,12 +1,12 @@
 """# Actor and critic
 
-Two optimizers over parts of one model, and two steps in each turn, each of which moves the weights of its own
-optimizer (`only=`). In the actor's loss the critic has weights as well, but no gradient is taken for them.
+Two optimizers hold parts of one model. Each turn of the loop has two steps, and each step moves the weights of its own
+optimizer (`only=`). The actor's loss also reads the critic's weights, but no gradient is taken for them.
 
-Both `.detach()` become `bilevel.stop_gradient`. The target of the critic and the features that the actor sees are
-constants in the step's gradient, but the weights that come out of the step depend on them.
+Both `.detach()` become `bilevel.stop_gradient`. The target of the critic and the features that the actor reads are
+constants in the gradient of a step. But they depend on the weights, and the hypergradient includes that path.
 
-The outer variable weighs the two parts of the reward. The outer loss is what the actor costs in the true world.
+The outer variable weighs the two parts of the reward. The outer loss is the cost of the actor under the true reward.
 """
 
 import torch

@@ -1,11 +1,11 @@
 """# ANIL
 
-The optimizer holds the head alone, so the head is what the block trains. The encoder's parameters are used by the
-losses and require grad, which makes them outer variables. `hypergrad` takes all parameters of the model in one list:
-those of the head stand for its initialisation.
+The optimizer holds only the head, so the block trains the head. The losses also use the encoder's parameters, which
+require grad. So these are outer variables. `hypergrad` takes all parameters of the model in one list, where those of
+the head stand for its initial values.
 
-The encoder is the same in all steps, so its features are computed once. They lose their `detach()` and go into the
-step as a batch with a graph. The block goes back through that graph once, and not once for each step.
+The encoder is the same in all steps, so its features are computed once. They are no longer detached, and are passed to
+the step as a batch with a graph. The backward pass goes through that graph once, not once per step.
 """
 
 import torch

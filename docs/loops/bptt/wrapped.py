@@ -1,15 +1,15 @@
 """# Language model by truncated BPTT
 
-The hidden state goes from one step to the next. It is computed from the weights of the earlier steps: a constant in
-the gradient of the next step, where it is detached, but not in the hypergradient.
+The hidden state is passed from one step to the next. It is computed from the weights of the earlier steps. The plain
+loop detaches it, so it is a constant in the gradient of the next step. In the hypergradient it is not a constant.
 
-A tensor that a step reads and writes, and that the block should follow, is a buffer of the model. So the hidden state
-becomes two buffers (not persistent, so that they are not in the checkpoint), which h reads and leaves as
-`bilevel.stop_gradient(...)`. The block makes them part of the loop's state, beside the weights. What starts an epoch
-afresh is an argument of h, since buffers are not to be changed between steps.
+A tensor that a step reads and writes must be a buffer of the model, so that the block can follow it. Here the hidden
+state becomes two buffers. They are not persistent, so they are not in a checkpoint. `h` reads them, and sets them to
+`bilevel.stop_gradient(...)`. They are then part of the loop's state, beside the weights. Buffers must not be changed
+between steps, so the start of an epoch is an argument of `h`.
 
-Clipping moves into the block's arguments, and the scheduler stays where it was. The outer variables weigh two
-regularisers of AWD-LSTM: how large the activations are (AR), and how much they change from letter to letter (TAR).
+Clipping becomes an argument of the block. The scheduler stays where it was. The outer variables weigh two regularisers
+of AWD-LSTM: the size of the activations (AR), and their change from letter to letter (TAR).
 """
 
 import torch

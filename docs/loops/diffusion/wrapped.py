@@ -1,13 +1,13 @@
 """# Diffusion model
 
-The body of the loop becomes one call: `loop.step(x)` does what `zero_grad`, `backward`, `clip_grad_norm_` and
-`optimizer.step()` did. The clipping moves into the block's arguments. Timesteps and noise are drawn inside of the
-loss, as before: the reverse sweep runs each step again with the random numbers that it had.
+`loop.step(x)` replaces `zero_grad`, `backward`, `clip_grad_norm_` and `optimizer.step()`. The clipping becomes an
+argument of the block. Timesteps and noise are drawn inside the loss, as before. The reverse sweep runs each step again
+with the same random numbers.
 
-The network is judged at the moving average (EMA) of its weights, so the hypergradient has to go through the average.
-It is a buffer of the model, and h leaves it as `bilevel.stop_gradient(...)`, which makes it a part of the loop's
-state. Only what a loss does is followed, so the update moves from after a step to the begin of the next, where the
-weights are the same. The outer loss takes in the last weights itself.
+The outer loss uses the moving average (EMA) of the weights, so the hypergradient must go through the average. The
+average is a buffer of the model. `h` sets it to `bilevel.stop_gradient(...)`, which makes it part of the loop's state.
+The block follows only what a loss computes. So the update of the average moves from the end of a step to the beginning
+of the next one, where the weights are the same. The outer loss adds the last weights itself.
 
 The outer variable is a weight for each timestep. The outer loss is the plain, unweighted loss on validation points.
 """

@@ -1,11 +1,11 @@
 """# First-order MAML
 
-First-order MAML is MAML that takes the direction of each step for a constant. `direction=` is a function of the
-direction, so that `detach()` there says just that: w_K is then w_0 plus constants, and the hypergradient is the
-gradient of the query loss at w_K. Everything else is the loop of [MAML](maml.md).
+First-order MAML is MAML with the direction of each step as a constant. `direction=` is a function of the direction, so
+`detach()` there does exactly this. Then w_K is w_0 plus constants, and the hypergradient is the gradient of the query
+loss at w_K. Everything else is the loop of [MAML](maml.md).
 
-`plain.py` computes this gradient with `torch.autograd.grad` at the end of its loop, and this loop is compared with
-that. Differences would give the gradient of MAML.
+`plain.py` computes this gradient by `torch.autograd.grad` at the end of its loop. The block is compared with that, and
+not with differences, which would give the gradient of MAML.
 """
 
 import torch

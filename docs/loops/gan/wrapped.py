@@ -1,14 +1,15 @@
 """# GAN
 
-The block holds both networks in one `nn.ModuleDict` and takes both optimizers as a list. Each turn of the loop has
-two steps, as before: one on the critic's loss that moves the critic alone (`only=opt_d`), and one on the generator's.
+The block holds both networks in one `nn.ModuleDict`, and takes both optimizers as a list. Each turn of the loop has two
+steps, as before. The first is on the critic's loss and moves only the critic (`only=opt_d`). The second is on the
+generator's loss.
 
-`fake.detach()` becomes `bilevel.stop_gradient(fake)`. In the critic's own gradient the two are the same. But the
-critic that comes out of the step does depend on the generator, and the hypergradient must know.
+`fake.detach()` becomes `bilevel.stop_gradient(fake)`. For the critic's own gradient the two are the same. But the
+critic after the step depends on the generator, and the hypergradient includes that path.
 
-The outer variable weighs the training images, half of which are noise. The outer loss is the distance (MMD) of
-generated to held-out images, with the generator's BatchNorm in eval mode: its running statistics are part of the
-state.
+The outer variable weighs the training images, half of which are noise. The outer loss is the distance (MMD) between
+generated and held-out images. It is computed with the generator's BatchNorm in eval mode, and its running statistics
+are part of the state.
 """
 
 import torch

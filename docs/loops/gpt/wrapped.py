@@ -1,18 +1,18 @@
 """# A GPT
 
-The text comes from several sources. The outer variable says how much the loss of each counts.
+The text comes from several sources. The outer variable is a weight for the loss of each source.
 
-- The loss of a micro-batch becomes `h`, with autocast and the division inside it. `loop.accumulate` stands where
-  `loss.backward()` stood, and lets go of the graph of one micro-batch before the next.
-- `loop.step()` without a batch takes the step with what was accumulated. There is no `zero_grad`.
+- The loss of a micro-batch becomes `h`, with autocast and the division by the number of micro-batches inside.
+  `loop.accumulate` replaces `loss.backward()`, and frees the graph of one micro-batch before the next.
+- `loop.step()` without a batch takes the step with the accumulated gradients. There is no `zero_grad`.
 - Clipping becomes an argument of the block, since the hypergradient goes through it.
-- The groups of AdamW, the rate that the loop writes into them, and the moments that are in it already are read.
-- `g` sets eval mode. The block puts back training mode after each look at it.
+- The block reads AdamW's groups, the rate that the loop writes into them, and the moments that exist already.
+- `g` sets eval mode. The block restores training mode after each evaluation of `g`.
 
-**Adam in bf16.** The run goes on from a checkpoint, with Adam's moments. In bf16 the small entries of a gradient are
-rounding, and some are exactly 0. Adam divides by their size: the slope of its *first* step at 0 is 1/ε = 10⁸. From
-fresh moments the hypergradient of this loop is up to 500 times that of float32. From a checkpoint it is within 1 % of
-it. If you start afresh, take the first steps before the block, or a larger `eps`.
+**Adam in bf16.** The run continues from a checkpoint that has Adam's moments. In bf16 the small entries of a gradient
+are rounding errors, and some are exactly 0. Adam divides by their size: the slope of its *first* step at 0 is 1/ε =
+10⁸. From fresh moments the hypergradient of this loop in bf16 is up to 500 times that in float32. From a checkpoint the
+two agree to 1 %. If you have no checkpoint, take the first steps before the block, or use a larger `eps`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """# A graph network
 
-The adjacency is a sparse matrix, and its entries depend on the outer variable. So it loses its `detach()`. It is made
-once, as before, and goes into the steps and into `g` as a batch with a graph: the block goes back through
-`normalised` once, at the end, and not once for each step.
+The adjacency is a sparse matrix whose entries depend on the outer variable, so it is no longer detached. It is computed
+once, as before. The steps and `g` get it as a batch with a graph. The backward pass goes through `normalised` once, at
+the end, and not once per step.
 
-Dropout needs no care: the reverse sweep draws the random numbers of a step again. Adam's weight decay and state are
-part of the step. `g` is in eval mode, the steps in training mode. The gradient tells which edges mislead. On average
-these are edges between nodes of different classes.
+Dropout needs nothing: the reverse sweep draws the same random numbers when it runs a step again. Adam's weight decay
+and state are part of the step. `g` is in eval mode and the steps are in training mode. The gradient shows which edges
+mislead. On average, these connect nodes of different classes.
 """
 
 import torch

@@ -1,20 +1,20 @@
 """# The Trainer of transformers
 
-`trainer.train()` stays, and with it the schedule, callbacks, logging, evaluation and checkpoints of the Trainer. The
-outer variable is a weight for each sample.
+`trainer.train()` stays, and with it the Trainer's schedule, callbacks, logging, evaluation and checkpoints. The outer
+variable is a weight for each sample.
 
-- `training_step` is where the Trainer takes the gradient of a micro-batch. It is overridden: `loop.accumulate` takes
-  the gradient, and `loop.step()` the step when the last micro-batch is there (`accelerator.sync_gradients`).
-- The Trainer goes on to clip and to call `optimizer.step()`. No parameter has a `.grad` then, so neither does
-  anything. The block has the clipping as `clip=`, and the schedule's rate is read at each step.
-- `create_optimizer()` is called before the block, which needs the optimizer. `train()` uses the one that is there.
-- `h` is `compute_loss`, divided by the number of micro-batches as `training_step` does it. That number is part of the
-  batch, since the last step of an epoch may have fewer.
-- The `grad_norm` that the Trainer logs is 0, and a checkpoint has the weights but not the state of the optimizer.
+- `training_step` is where the Trainer takes the gradient of a micro-batch. It is overridden. `loop.accumulate` takes
+  the gradient. After the last micro-batch (`accelerator.sync_gradients`), `loop.step()` takes the step.
+- The Trainer then clips, and calls `optimizer.step()`. No parameter has a `.grad` at that point, so neither call has an
+  effect. The block clips by `clip=`, and reads the rate of the schedule at each step.
+- `create_optimizer()` is called before the block, because the block needs the optimizer. `train()` uses that one.
+- `h` is `compute_loss`, divided by the number of micro-batches, as in `training_step`. That number is part of the
+  batch, because the last step of an epoch may have fewer.
+- The `grad_norm` that the Trainer logs is 0. A checkpoint has the weights, but not the state of the optimizer.
 
-**With accelerate alone** it is the loop that you have: `optimizer=` takes the optimizer inside of accelerate's wrapper
-(`optimizer.optimizer`), and `loop.step(...)` stands for `accelerator.backward(loss)` and `optimizer.step()`. Under
-`accelerator.accumulate(model)` it is the two calls of `training_step` below. [An example](../tutorials/accelerate.md).
+**With accelerate alone** you keep your own loop. `optimizer=` takes the optimizer inside accelerate's wrapper
+(`optimizer.optimizer`), and `loop.step(...)` replaces `accelerator.backward(loss)` and `optimizer.step()`. Under
+`accelerator.accumulate(model)`, use the two calls of `training_step` below. [An example](../tutorials/accelerate.md).
 """
 
 from __future__ import annotations

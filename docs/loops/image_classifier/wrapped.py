@@ -1,12 +1,12 @@
 """# An image classifier
 
 This is the loop of PyTorch's MNIST example. The lines that compute the loss become the function `h`, and `loop.step`
-takes the place of `zero_grad`, `backward` and `step`. Adadelta, `StepLR`, the data loader, dropout and `train()` stay
-as they are. The scheduler changes the rate of the optimizer, and the block reads the rate at each step.
+replaces `zero_grad`, `backward` and `step`. Adadelta, `StepLR`, the data loader, dropout and `train()` stay as they
+are. The scheduler changes the optimizer's rate, and the block reads the rate at each step.
 
-`test` was a function of the model already, so it can be the outer loss `g`. It sets the model to eval mode for
-itself: the block puts modes and random numbers back afterwards. The gradient tells which training samples help on the
-test set, and which do harm.
+`test` is a function of the model already, so it can be the outer loss `g`. It sets eval mode, and the block restores
+modes and random numbers afterwards. The gradient shows which training samples lower the loss on the test set, and which
+raise it.
 """
 
 import torch

@@ -1,16 +1,15 @@
 """# A Lightning module
 
-`trainer.fit` stays, with automatic optimisation: the schedule, logging, callbacks and validation are Lightning's. The
-outer variable is a weight for each sample.
+`trainer.fit` stays, with automatic optimisation. Schedule, logging, callbacks and validation are Lightning's. The outer
+variable is a weight for each sample.
 
 - `training_step` calls `loop.step`, which takes the gradient and the step, and logs the loss that it returns.
-- `backward` does nothing. Lightning then clips and steps an optimizer for which no parameter has a `.grad`, and nothing
-  happens. The block has the clipping as `clip=`, and the scheduler's rate is read at each step.
-- The optimizer must be there before the block, so `configure_optimizers` is called first, and Lightning is given what
-  it returned.
-- `h` is the loss alone, without `self.log`: it is evaluated again when the loop is differentiated, outside of a
-  training step, where Lightning refuses to log.
-- Validation runs in the block and sees the current weights.
+- `backward` does nothing. Lightning then clips and steps its optimizer. No parameter has a `.grad` at that point, so
+  neither call has an effect. The block clips by `clip=`, and reads the rate of the scheduler at each step.
+- The block needs the optimizer. So `configure_optimizers` is called first, and Lightning is given what it returned.
+- `h` is the loss alone, without `self.log`. It is evaluated again when the loop is differentiated, which is outside a
+  training step, and there Lightning refuses to log.
+- Validation runs inside the block, with the current weights.
 - With `accumulate_grad_batches=n`, `training_step` calls `loop.accumulate`, the hook `on_before_optimizer_step` calls
   `loop.step()`, and `h` divides by n.
 """

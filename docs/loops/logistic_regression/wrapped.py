@@ -1,12 +1,12 @@
 """# Hyperparameters of logistic regression
 
-The loss becomes a function `h` of the model, the loss on the validation set a function `g`, and the three lines
-`zero_grad`, `backward` and `step` become `loop.step()`. The optimizer stays: the block reads its rule and its
-momentum, and takes the steps in its place.
+The training loss becomes a function `h` of the model, and the validation loss a function `g`. The three lines
+`zero_grad`, `backward` and `step` become `loop.step()`. The optimizer stays: the block reads its rule and its momentum,
+and takes the steps itself.
 
-Nothing has to say that `log_penalty` is the outer variable. It is a tensor that requires grad, and `h` uses it. The
-gradient tells for each weight whether its penalty should be higher, where a grid search over 20 penalties would be
-out of the question.
+`log_penalty` is not declared as the outer variable. It is a tensor that requires grad, and `h` uses it. The gradient
+shows for each weight whether its penalty should be higher. A grid search over 20 penalties would be out of the
+question.
 """
 
 import torch

@@ -1,11 +1,11 @@
 """# LoRA adapters
 
-Some of the sequences to fine-tune on are junk. The outer variable is a weight for each sequence.
+Some of the sequences for fine-tuning are junk. The outer variable is a weight for each sequence.
 
-- The inner variable is what is trainable in the model: the adapters. The frozen base is neither copied nor
-  differentiated for, so the states that the block keeps have the size of the adapters.
-- The optimizer is the one that you have, over the trainable parameters.
-- The dropout of the adapters draws what it drew in the plain loop, and the same again when a step is differentiated.
+- The inner variable is the trainable part of the model: the adapters. The frozen base is not copied, and no gradients
+  are taken for it. So the states that the block stores have the size of the adapters.
+- The optimizer is the one you have, over the trainable parameters.
+- The dropout of the adapters draws the same numbers as in the plain loop, and again when a step is differentiated.
 - If a quantised layer of the base has no derivative for its input, the error names that layer.
 """
 

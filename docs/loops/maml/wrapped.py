@@ -1,12 +1,12 @@
 """# MAML
 
-The plain loop is the fine-tuning on one task. MAML asks how the loss on its query set changes with the initial
-weights. As an input of `hypergrad`, a parameter of the model stands for the initial weight w_0, so that
-`loop.hypergrad(model.parameters())` is the answer, second derivatives included.
+The plain loop fine-tunes on one task. MAML needs the derivative of the loss on the query set for the initial weights.
+As an input of `hypergrad`, a parameter of the model stands for the initial weight w_0. So
+`loop.hypergrad(model.parameters())` is that derivative, with all second derivatives.
 
-In meta-training leave out `commit_()`. Then the model has its initial weights again after the block, and a
-meta-optimizer can step on them with `loop.backward(model.parameters())`, or with the mean of several tasks. [The
-tutorial](../tutorials/maml.md) does that, with `tasks=N` for many tasks at once.
+In meta-training, leave out `commit_()`. The model then has its initial weights again after the block, and a
+meta-optimizer can update them after `loop.backward(model.parameters())`, for one task or for the mean of several.
+[The tutorial](../tutorials/maml.md) does this, with `tasks=N` for many tasks at once.
 """
 
 import torch

@@ -1,10 +1,10 @@
 """# Meta-SGD
 
-The plain loop writes the update by hand: each weight has a rate of its own. `direction=` is a function of the
-direction, a dict of tensors by the names of the parameters, and it may use outer variables. So the rates go there,
-and `lr=1` leaves the rest alone.
+The plain loop writes the update by hand, because each weight has its own rate. `direction=` is a function of the
+direction, which is a dict of tensors keyed by the names of the parameters. It may use outer variables. So the rates go
+there, and `lr=1` changes nothing else.
 
-The initialisation and the rates are learned together: `hypergrad` takes both in one list.
+The initial weights and the rates are learned together: `hypergrad` takes both in one list.
 """
 
 from torch import Tensor

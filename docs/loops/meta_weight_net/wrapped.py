@@ -1,11 +1,12 @@
 """# Data reweighting by a network (Meta-Weight-Net)
 
-The weight of a sample is the output of a small network, whose input is the loss of the sample. Its weights are the
-outer variable: `loop.hypergrad` takes the whole list.
+The weight of a sample is the output of a small network, whose input is the loss of the sample. The parameters of this
+network are the outer variable, and `loop.hypergrad` takes the whole list.
 
-The training takes no gradient through the weight of a sample, so the plain loop has a `detach()`. But w_K depends on
-it: the losses depend on the weights of earlier steps. `bilevel.stop_gradient` says so: no gradient in the step, and a
-derivative in the hypergradient. With `detach()` the training would be the same, and the hypergradient another.
+The training takes no gradient through the input of the network, so the plain loop has a `detach()`. But w_K depends on
+that input, because the losses depend on the weights of earlier steps. `bilevel.stop_gradient` stops the gradient in the
+step and keeps the path in the hypergradient. With `detach()` the training would be the same, and the hypergradient
+wrong.
 
 Momentum and weight decay are the optimizer's. The batches are drawn in the loop, as before.
 """

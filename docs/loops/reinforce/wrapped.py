@@ -1,14 +1,15 @@
 """# REINFORCE
 
-The episodes are played inside of the loss, as before: `torch.multinomial` draws the actions, and the reverse sweep
-draws the same ones when it runs a step again. The one change in it is the advantage, which becomes
-`bilevel.stop_gradient(...)`: it is a constant in the step's gradient, but it depends on the baseline's weights, and
-so does the policy that comes out of the step.
+The episodes are played inside the loss, as before. `torch.multinomial` draws the actions, and the reverse sweep draws
+the same ones when it runs a step again. One thing changes: the advantage becomes `bilevel.stop_gradient(...)`. It is
+a constant in the gradient of a step. But it depends on the weights of the baseline, and so does the policy after the
+step.
 
-The outer variables are the entropy bonus and an extra reward for each cell. The outer loss is the true expected
-return, by dynamic programming. **Actions are discrete.** The hypergradient is that of the loop with these very
-actions. It does not know that another policy would have drawn others, nor do differences of the plain loop with the
-same seed.
+The outer variables are the entropy bonus and an extra reward for each cell. The outer loss is the true expected return,
+computed by dynamic programming.
+
+**Actions are discrete.** The hypergradient is that of the loop with the actions that were drawn. It leaves out that
+another policy would draw other actions. Differences of the plain loop with a fixed seed leave that out too.
 """
 
 import torch

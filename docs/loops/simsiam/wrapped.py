@@ -1,11 +1,11 @@
 """# SimSiam
 
-SimSiam stops the gradient on one branch. The branch is computed from the weights all the same, and so is what a step
-makes of it: `z.detach()` becomes `bilevel.stop_gradient(z)`. The scheduler stays where it was.
+SimSiam stops the gradient on one branch. But the branch is computed from the weights, and the weights after the step
+depend on it. So `z.detach()` becomes `bilevel.stop_gradient(z)`. The scheduler stays where it was.
 
-The outer variable is the strength of the augmentation, a number for each coordinate; its random numbers are drawn in
-the loss, as before. The outer loss is that of a linear probe on the features, fitted in closed form, with BatchNorm
-in eval mode.
+The outer variable is the strength of the augmentation, one number for each coordinate. Its random numbers are drawn in
+the loss, as before. The outer loss is that of a linear probe on the features, fitted in closed form, with BatchNorm in
+eval mode.
 """
 
 import torch

@@ -1,12 +1,12 @@
 """# TD(0)
 
-The target of TD(0) is a constant in the step's gradient, but it is no constant: it is computed from the weights, the
-discount and the rewards. With `.detach()` the block would be told that nothing depends on them, and the hypergradient
-of the discount would be missing. `bilevel.stop_gradient` says what is meant: the step takes no gradient through the
-target, the hypergradient does. All else is the loop with a block around it.
+The target of TD(0) is a constant in the gradient of a step. But it is computed from the weights, the discount and the
+rewards. With `.detach()` the block could not follow it, and the hypergradient for the discount would be missing.
+`bilevel.stop_gradient` takes no gradient through the target in the step, and includes it in the hypergradient.
+Everything else is the same loop with a block around it.
 
 The outer variables are the discount and the weights of two reward features. The outer loss compares the values with
-returns that were measured.
+measured returns.
 """
 
 import torch

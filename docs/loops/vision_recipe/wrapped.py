@@ -1,14 +1,14 @@
 """# A vision recipe
 
-The strength of the label smoothing and a weight for each class are the outer variables. The network is judged in
-eval mode.
+The outer variables are the strength of the label smoothing and a weight for each class. The network is judged in eval
+mode.
 
-- What is drawn for mixup is drawn in the loop, as it was. The mixed images and targets are the batch of `loop.step`.
-- The schedulers step as they did. The block reads the rate, the momentum and the weight decay at each step.
-- The model holds the current weights in the block, so the line that updates the EMA stays.
-- `g` sets eval mode, and the block puts back training mode after each look at it. The hypergradient goes through
+- The random numbers of mixup are drawn in the loop, as before. `loop.step` gets the mixed images and targets.
+- The schedulers step as before. The block reads the rate, the momentum and the weight decay at each step.
+- Inside the block the model holds the current weights, so the line that updates the EMA stays.
+- `g` sets eval mode. The block restores training mode after each evaluation of `g`. The hypergradient goes through
   BatchNorm's running statistics.
-- `smoothed_loss` is written out, since `cross_entropy(label_smoothing=...)` takes a number and would cut the path to λ.
+- `smoothed_loss` is written out. `cross_entropy(label_smoothing=...)` takes a number, which would cut the path to λ.
 """
 
 from __future__ import annotations
