@@ -1,6 +1,8 @@
 import gc
 import getpass
 import os
+import platform
+import shutil
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -46,6 +48,14 @@ _BEYOND_THE_CORE = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core", action="store_true", help="only tests that need torch, numpy and hypothesis alone")
+    parser.addoption("--newer", action="store_true", help="Python or torch is newer than in constraints.txt")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Warnings are errors with the versions of constraints.txt; newer ones may say what they will drop some day."""
+    if config.getoption("--newer"):
+        for kind in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning", "UserWarning:torch"):
+            config.addinivalue_line("filterwarnings", f"default::{kind}")
 
 
 def pytest_collection_finish() -> None:
@@ -82,12 +92,14 @@ def compiler(monkeypatch):
 
     `make fuzz` runs them with Inductor, and so does a test that takes the fixture of that name as well.
     """
-    from torch._dynamo import config, lookup_backend
+    from torch._dynamo import config, is_dynamo_supported, lookup_backend
 
     from bilevel_plugin.pullback import compiled
 
     if not hasattr(config, "trace_autograd_ops"):
         pytest.skip(f"the compiler of torch {torch.__version__} can't trace torch.autograd.grad")
+    if not is_dynamo_supported():
+        pytest.skip(f"torch {torch.__version__} has no compiler for Python {platform.python_version()} here")
     if "HYPOTHESIS_PROFILE" not in os.environ:
         monkeypatch.setattr(compiled, "lookup_backend", lambda _: lookup_backend("aot_eager"))
 
@@ -95,6 +107,8 @@ def compiler(monkeypatch):
 @pytest.fixture
 def inductor(compiler, monkeypatch):
     """Compiled code, as users get it."""
+    if not any(map(shutil.which, ("c++", "g++", "clang++", "cl"))):
+        pytest.skip("no C++ compiler on this machine, which Inductor needs")
     from torch._dynamo import lookup_backend
 
     monkeypatch.setattr("bilevel_plugin.pullback.compiled.lookup_backend", lookup_backend)
