@@ -116,7 +116,7 @@ def mistakes(rank: int, group: Any) -> dict[str, str]:
 def main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", f"file://{folder}/store", datetime.timedelta(seconds=40), SIZE, rank)
+    dist.init_process_group("gloo", (Path(folder) / "store").as_uri(), datetime.timedelta(seconds=40), SIZE, rank)
     group = dist.group.WORLD
     found: dict[str, Any] = {}
     for name in TOGETHER:

@@ -271,7 +271,7 @@ def stored(group, folder, normalised=False, optimizer=None):
 
 def main(rank, size, folder):
     timeout = datetime.timedelta(seconds=60)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout, size, rank)
+    dist.init_process_group("gloo", (Path(folder) / "store").as_uri(), timeout, size, rank)
     group = dist.group.WORLD
     share = slice(rank * SAMPLES // size, (rank + 1) * SAMPLES // size)
     found = {name: run(name, share, group) for name in CASES}

@@ -12,10 +12,12 @@ from torch import nn
 import bilevel_plugin as bilevel
 
 STEPS = 12
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has but the second, and ends the process at once
+KILLED = -KILL if os.name == "posix" else int(KILL)  # what the parent is told
 
 
 def solve(folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam", first=0.0, **options):
-    """The hypergradient, and how often h was evaluated; SIGKILL in the middle of that evaluation of h."""
+    """The hypergradient, and how often h was evaluated; killed in the middle of that evaluation of h."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
     lam, mu = torch.zeros(10, requires_grad=True), torch.zeros((), requires_grad=True)
@@ -26,7 +28,7 @@ def solve(folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam
     def h(model, x, y):
         calls.append(1)
         if len(calls) == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), KILL)
         return (1 + mu) * (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
 
     g = lambda model, x, y: scale * F.cross_entropy(model(x), y)

@@ -14,7 +14,7 @@ from bilevel_plugin.hypergrad import ENGINES
 from bilevel_plugin.solvers import SOLVERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
 @pytest.fixture(autouse=True)

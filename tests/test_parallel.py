@@ -110,7 +110,7 @@ def test_a_rank_that_dies_stops_the_others(tmp_path):
     program = f"""
 import os, sys, torch, torch.distributed as dist, bilevel_plugin as bilevel
 rank = int(sys.argv[1])
-dist.init_process_group("gloo", "file://{tmp_path}/store", None, 2, rank)
+dist.init_process_group("gloo", "{(tmp_path / "store").as_uri()}", None, 2, rank)
 loss = lambda model, x: model(x).square().mean()
 torch.manual_seed(0)
 with bilevel.inner(torch.nn.Linear(2, 1), loss, loss, lr=0.1, group=dist.group.WORLD) as loop:
@@ -138,7 +138,7 @@ def refuse(**options):
 
 @pytest.fixture
 def group(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", (tmp_path / "store").as_uri(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -169,7 +169,7 @@ def test_the_example_of_the_docs():
 
 @pytest.fixture
 def world(tmp_path):
-    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group("gloo", (tmp_path / "store").as_uri(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -209,7 +209,7 @@ def test_parallel_models_without_a_group(wrap, part, engine):
 
 
 DIFFERING = """
-import datetime, json, sys, torch, torch.distributed as dist, bilevel_plugin as bilevel
+import datetime, json, pathlib, sys, torch, torch.distributed as dist, bilevel_plugin as bilevel
 from torch import nn
 rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
@@ -248,7 +248,8 @@ CASES = {
     "other engines": lambda: run(engine="unroll" if rank else "reverse"),
 }
 for i, name in enumerate(list(CASES)[int(sys.argv[3]):]):
-    dist.init_process_group("gloo", f"file://{folder}/{sys.argv[3]}.{i}", datetime.timedelta(seconds=10), 2, rank)
+    store = pathlib.Path(folder, f"{sys.argv[3]}.{i}").as_uri()
+    dist.init_process_group("gloo", store, datetime.timedelta(seconds=10), 2, rank)
     try:
         CASES[name]()
         found = "nothing was wrong"
@@ -309,13 +310,13 @@ def test_ranks_that_differ_are_told_so_on_both(differing, case):
         says(RuntimeError(message), (DIFFER[case],))
 
 
-# --- several processes ---
+# --- the bodies of tests/handle_ranks.py ---
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def bodies(tmp_path_factory):
     """What each of two processes found."""
-    folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parent.parent
+    folder, root = tmp_path_factory.mktemp("bodies"), Path(__file__).parent.parent
     command = [sys.executable, "-W", "error", str(root / "tests" / "handle_ranks.py")]
     paths = os.pathsep.join((str(root), *filter(None, [os.environ.get("PYTHONPATH")])))
     env = {**os.environ, "PYTHONPATH": paths}
@@ -328,17 +329,13 @@ def ranks(tmp_path_factory):
     return [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(SIZE)]
 
 
-needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
-
-
 @pytest.mark.usefixtures("double")
-@needs_processes
 @pytest.mark.parametrize("engine", OF_GROUPS)
 @pytest.mark.parametrize("name", TOGETHER)
-def test_processes_find_what_the_plain_loop_on_both_their_batches_does(ranks, name, engine):
+def test_processes_find_what_the_plain_loop_on_both_their_batches_does(bodies, name, engine):
     case = together(name, None)
     state, value = case.alone()
-    per_rank = [rank[f"{name}, {engine}"] for rank in ranks]
+    per_rank = [rank[f"{name}, {engine}"] for rank in bodies]
     for found, got, _ in per_rank:
         torch.testing.assert_close(found, state, rtol=1e-11, atol=1e-12)
         assert got == pytest.approx(value, rel=1e-11)
@@ -351,7 +348,6 @@ def test_processes_find_what_the_plain_loop_on_both_their_batches_does(ranks, na
 
 
 @pytest.mark.usefixtures("double")
-@needs_processes
 @pytest.mark.parametrize(
     ("mistake", "words"),
     [
@@ -360,8 +356,8 @@ def test_processes_find_what_the_plain_loop_on_both_their_batches_does(ranks, na
         ("a learned direction", "function of the direction"),
     ],
 )
-def test_a_mistake_of_one_process_is_told_to_all(ranks, mistake, words):
-    for rank in ranks:
+def test_a_mistake_of_one_process_is_told_to_all(bodies, mistake, words):
+    for rank in bodies:
         told = rank["mistakes"][mistake]
         assert re.match(r"\w+: bilevel\.\w+: ", told), told
         assert words in told

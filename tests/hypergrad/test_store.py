@@ -7,25 +7,37 @@ import torch
 from torch import nn
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.hypergrad import reverse
+from bilevel_plugin.hypergrad.store import Store
 
 
 @pytest.mark.parametrize("checkpoint", [1, "sqrt"])
-def test_stored_iterates_take_their_own_size(checkpoint):
+def test_stored_iterates_take_their_own_size(checkpoint, monkeypatch):
     """Rows of a few buffers, used again when an iterate is dropped: at most 1.25 times the bytes of the iterates."""
+    stores, kept = [], []
+
+    class Watched(Store):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            stores.append(self)
+
+        def keep(self, z):
+            kept.append(super().keep(z))
+            return kept[-1]
+
+    monkeypatch.setattr(reverse, "Store", Watched)
     model = nn.ParameterDict({"w": torch.zeros(100_003)})
     h = lambda m: m["w"].square().sum()
     with bilevel.inner(model, h, h, solver="gd", lr=0.1, engine=bilevel.Reverse(checkpoint)) as loop:
         loop.run(100)
-        store, saved = loop._tape._store, loop._tape._saved
-        assert store.rows == len(saved) - 1 + sum(map(len, store._free.values()))  # w_0 is not copied
-        assert store.rows <= 1.25 * max(len(saved), 17)  # 17: held at most, before the checkpoints were widened
-        assert all(x.untyped_storage().nbytes() <= 32 * 2**20 for z in saved.values() for x in z.values())
+        (store,), saved = stores, loop.plan.states
+        assert store.in_memory == saved - 1  # w_0 is not copied
+        assert store.rows <= 1.25 * max(saved, 17)  # 17: held at most, before the checkpoints were widened
+        assert all(x.untyped_storage().nbytes() <= 32 * 2**20 for z in kept for x in z.values())
 
 
 def test_stored_iterates_keep_their_layout():
     """channels_last stays so, since other strides would choose other kernels in the replay."""
-    from bilevel_plugin.hypergrad.store import Store
-
     x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     z = {"a": x, "b": torch.randn(3).expand(2, 3), "c": torch.randn(4, 3).T, "d": torch.zeros(0), "e": torch.ones(())}
     store = Store()
