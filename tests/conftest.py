@@ -40,8 +40,10 @@ _BEYOND_THE_CORE = {
     "test_benchmarks_cleaning.py",
     "test_benchmarks_matrix.py",
     "test_docs.py",
+    "test_front.py",
     "test_gpu_check.py",
     "test_peers.py",
+    "test_peers_matrix.py",
     "test_site.py",
 }
 
