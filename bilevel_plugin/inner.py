@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from .updates import DescentRule, OptimizerRule, UpdateRule, resolve_optimizer
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
 
+_NEEDS = {"fixed point": "a fixed point of the step", "symmetry": "a step with a symmetric Jacobian"}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -120,7 +121,8 @@ class Inner:
         for name, loss in (("h", h), ("g", g)):
             if not callable(loss) and not (name == "g" and loss is None):
                 raise TypeError(
-                    f"bilevel.inner: {name} must be a function of (model, *batch), got {type(loss).__name__}."
+                    f"bilevel.inner: {name} must be a function of (model, *batch), got {type(loss).__name__}. The "
+                    "order of the arguments is bilevel.inner(model, h, g)."
                 )
             if hasattr(loss, "_torchdynamo_orig_callable"):
                 raise TypeError(
@@ -134,9 +136,9 @@ class Inner:
         self._optimizers, self._formula = resolve_optimizer(optimizer)
         if self._optimizers and isinstance(lr, (int, float)):
             raise ValueError(
-                f"bilevel.inner: lr={lr} and optimizer= were both given, and the optimizer has a rate of its own. "
-                "Leave lr out, or leave the optimizer out. (A tensor, or a function of k, as lr= multiplies the "
-                "optimizer's rates.)"
+                f"bilevel.inner: lr={lr} and optimizer= were both given, but the optimizer has its own rate. Leave out "
+                "lr=, or leave out optimizer=. (If lr= is a tensor or a function of k, it multiplies the optimizer's "
+                "rates.)"
             )
         self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)
@@ -144,28 +146,28 @@ class Inner:
         for name, given in (("clip=", clip), ("direction=", direction)):
             if given is not None and optimizer is None and self._rate is None:
                 raise ValueError(
-                    f"bilevel.inner: {name} and a solver object with rates of its own were both given: the direction "
-                    "would hold the rate already. Give the rate by lr= or optimizer=, and the solver by name."
+                    f"bilevel.inner: {name} and a solver object were both given. The rates of a solver object are part "
+                    "of the direction. Give the rate by lr= or optimizer=, and the solver by name."
                 )
         self._model, self._tasks = model, tasks
-        self._group = None if group is None else weakref.ref(group)  # held past its end, it aborts the process (gloo)
+        self._group = None if group is None else weakref.ref(group)  # gloo aborts if it is referenced past its end
         self._local = () if isinstance(local, tuple) and not local else tuple(flatten(local).values())
         if group is None and self._local:
-            raise ValueError("bilevel.inner: local= is for a group of processes, and there is no group=.")
+            raise ValueError("bilevel.inner: local= is for a group of processes. Give group=, or leave out local=.")
         if group is not None and tasks is not None:
             raise ValueError(
-                "bilevel.inner: tasks= and group= were both given. Tasks do not share weights: give each rank tasks of "
-                "its own, without group=, and put what they share (an encoder) under DistributedDataParallel."
+                "bilevel.inner: tasks= and group= were both given. Tasks do not share weights. Give each rank its own "
+                "tasks, without group=, and wrap what they share (an encoder) in DistributedDataParallel."
             )
         if group is not None and self._engine.refuses_group:
             raise ValueError(f"bilevel.inner: {self._engine.refuses_group}; engine='reverse' takes a group.")
-        self._open: defaultdict[int, list[Loop]] = defaultdict(list)  # of each thread: a decorator may run in two
+        self._open: defaultdict[int, list[Loop]] = defaultdict(list)  # by thread, since a decorator may run in several
         _, update = self._bind()
         for need in self._engine.needs:
             why = self._rule.lacks(need) or update.lacks(need)
             if why:
                 raise ValueError(
-                    f"bilevel.inner: engine={type(self._engine).__name__} needs a {need} of the step, and {why}. "
+                    f"bilevel.inner: engine={type(self._engine).__name__} needs {_NEEDS.get(need, need)}, and {why}. "
                     "engine='reverse' takes any solver."
                 )
 
@@ -192,8 +194,12 @@ class Inner:
         rule = OptimizerRule(optimizers, self._formula, names, rate, once, binding.repeat_for_tasks, binding.vmapped)
         return binding, rule
 
+    def __getattr__(self, name: str) -> Any:
+        hint = f" Open the block first: with bilevel.inner(...) as loop: loop.{name}" if hasattr(Loop, name) else ""
+        raise AttributeError(f"bilevel.inner: the block itself has no attribute {name!r}.{hint}")
+
     def __enter__(self) -> Loop:
-        binding, update = self._bind()  # anew each time: a decorator outlives changes of the model
+        binding, update = self._bind()  # bound anew, since the model may change between the calls of a decorator
         loop = Loop(binding, self._losses, self._rule, update, self._direction, self._clip, self._engine, self._check)
         self._open[get_ident()].append(loop)
         return loop
@@ -204,7 +210,7 @@ class Inner:
         self._open[get_ident()].pop().close(announce=kind is None)
 
     def __call__(self, function: Callable[Concatenate[Loop, P], R]) -> Callable[P, R]:
-        """Decorate `def train(loop, ...)`: each call of `train(...)` opens a new block."""
+        """Decorate `def train(loop, ...)`, so that each call of `train(...)` opens a new block."""
 
         @functools.wraps(function)
         def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

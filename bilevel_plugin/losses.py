@@ -21,25 +21,25 @@ def evaluating_loss() -> bool:
 
 
 def active_models() -> list[frozenset[int]]:
-    """The ids of the modules of each model whose loss is being evaluated in this thread, one inside the other."""
+    """Return the ids of the modules of each model whose loss is being evaluated in this thread, the innermost last."""
     if not hasattr(_EVALUATING, "models"):
         _EVALUATING.models = []
     return _EVALUATING.models
 
 
 def value_and_aux(name: str, returned: Any) -> tuple[Tensor, Any]:
-    """The loss, and what was returned beside it."""
+    """Return the loss, and the second value that was returned with it (None if there is none)."""
     if type(returned) is tuple and len(returned) == 2:
         return scalar(name, returned[0]), returned[1]
     return scalar(name, returned), None
 
 
 def scalar(name: str, value: object) -> Tensor:
-    """The value of a loss, or an error that says what is wrong with it."""
+    """Return the value of a loss, or raise an error that names the mistake."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"bilevel.inner: {name} must return a scalar tensor, got {type(value).__name__}. Return the loss itself, "
-            "not loss.item(); what else you want of it comes second: return loss, logits."
+            "not loss.item(). Other results may be returned as a second value: return loss, logits."
         )
     if value.shape != ():
         raise ValueError(
@@ -52,9 +52,9 @@ def scalar(name: str, value: object) -> Tensor:
 
 
 def code_of(loss: Any) -> object:
-    """A key that is equal for a loss that is defined again for every block: its code, and the switches it closes over.
+    """Return a key that is equal for a loss that is defined anew in every block: its code and closed-over flags.
 
-    The tensors and numbers that it closes over may differ each time.
+    The tensors and numbers that the loss closes over may differ.
     """
     if isinstance(loss, WithKeywords):
         return code_of(loss.loss)
@@ -80,7 +80,7 @@ def _is_filled(cell: Any) -> bool:
 
 @dataclass(frozen=True)
 class WithKeywords:
-    """A loss whose last arguments are given by name."""
+    """A loss whose last arguments are passed by name."""
 
     loss: Loss
     keywords: tuple[str, ...]
@@ -94,23 +94,32 @@ class WithKeywords:
         return self.loss(*positional, **named)
 
     def bind(self, *args: Any) -> None:
+        """Raise a TypeError if the loss does not take these arguments."""
         positional, named = self._split(args)
-        inspect.signature(self.loss).bind(*positional, **named)
+        _signature(self.loss).bind(*positional, **named)
 
 
 def check_arguments(name: str, loss: Loss, model: nn.Module, batch: tuple[Any, ...], error: TypeError) -> None:
-    """Raise a better error, if what went wrong is that the loss takes other arguments than the batch gives."""
+    """Raise an error that names the mistake, if the loss does not take the arguments that the batch gives."""
     try:
         if isinstance(loss, WithKeywords):
             loss.bind(model, *batch)
         else:
-            inspect.signature(loss).bind(model, *batch)
-    except TypeError as misfit:
+            _signature(loss).bind(model, *batch)
+    except TypeError as mismatch:
         where = "outer=(...)" if name == "g" else "loop.step(...)"
         named = f" ({', '.join(loss.keywords)} by name)" if isinstance(loss, WithKeywords) else ""
+        fix = f"The arguments after the model come from {where}."
+        if len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+            fix = f"The batch is a {type(batch[0]).__name__}: unpack it, loop.step(*batch)."
+        elif isinstance(loss, nn.Module):
+            fix = f"Its first argument is the model: give a function such as lambda model, x, y: {name}(model(x), y)."
         raise TypeError(
-            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}{named}, but {misfit}. "
-            f"Its batch is what is given to {where}."
+            f"bilevel.inner: {name}(model, *batch) was called with a batch of {len(batch)}{named}: {mismatch}. {fix}"
         ) from error
     except ValueError:  # a built-in without a signature
         pass
+
+
+def _signature(loss: Any) -> inspect.Signature:
+    return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)

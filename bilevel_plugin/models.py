@@ -14,19 +14,22 @@ from .graph import State
 
 
 def has_weight_norm(module: nn.Module) -> bool:
-    """Whether it is torch's parametrization, or has torch's older hook."""
+    """Whether the module is torch's parametrization of weight_norm, or has torch's older hook for it."""
     return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
 
 
 def refuse_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"bilevel.inner: model must be an nn.Module, got {type(model).__name__}.")
+        raise TypeError(
+            f"bilevel.inner: model must be an nn.Module, got {type(model).__name__}. The order of the arguments is "
+            "bilevel.inner(model, h, g)."
+        )
     for name, module in model.named_modules():
         where = f"the submodule {name!r}" if name else "the model"
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
-                f"bilevel.inner: {where} is a TorchScript module (torch.jit), whose derivatives can't be looked into. "
+                f"bilevel.inner: {where} is a TorchScript module (torch.jit), whose derivatives can't be checked. "
                 "Pass the nn.Module that it was made from."
             )
         if kind == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
@@ -36,14 +39,14 @@ def refuse_model(model: nn.Module) -> None:
             )
         if kind in ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel") or kind.startswith("FSDP"):
             raise TypeError(
-                f"bilevel.inner: {where} is wrapped in {kind}, which sums gradients outside of autograd's second "
-                "derivative. Pass the module itself (model.module), and group= for several processes."
+                f"bilevel.inner: {where} is wrapped in {kind}, which sums gradients where second derivatives do not "
+                "follow. Pass the module itself (model.module), and group= for several processes."
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise TypeError(
                 f"bilevel.inner: {where} has a backward hook, and autograd would apply it to second derivatives as "
-                "well. Remove it; what it does to the gradient can be an operation in the model, or direction=, a "
-                "function of the direction."
+                "well. Remove it. What it does to the gradient can be written as an operation in the model, or as "
+                "direction=, a function of the direction."
             )
         if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
             raise TypeError(
@@ -53,19 +56,19 @@ def refuse_model(model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer is not None and buffer.grad_fn is not None:
             raise ValueError(
-                f"bilevel.inner: the buffer {name!r} carries a graph of autograd. Compute it inside h, or register it "
+                f"bilevel.inner: the buffer {name!r} has an autograd graph. Compute it inside h, or register it "
                 "detached."
             )
 
 
 def refuse_shared_memory(model: nn.Module, parameters: State) -> None:
-    """Tied weights are one Parameter in two places; two tensors over the same memory train otherwise."""
+    """Refuse two tensors that share memory. Weights are tied by one Parameter in two places, which is allowed."""
     held = {id(p): n for n, p in parameters.items()}
     spans: list[tuple[int, int, str, bool]] = []
     attributes = [
         (f"{name}.{n}".lstrip("."), t)
         for name, m in model.named_modules()
-        if not m._forward_pre_hooks  # old-style norms and pruning make theirs anew before each call
+        if not m._forward_pre_hooks  # old-style norms and pruning replace such tensors before each call
         for n, t in vars(m).items()
         if isinstance(t, Tensor)
     ]
@@ -79,9 +82,9 @@ def refuse_shared_memory(model: nn.Module, parameters: State) -> None:
     for (_, end, one, a), (begin, _, other, b) in itertools.pairwise(spans):
         if begin < end and (a or b):
             raise ValueError(
-                f"bilevel.inner: {one!r} and {other!r} are tied: two tensors that share their memory, of which a step "
-                "would see one. Tie weights by the parameter itself (model.b.weight = model.a.weight), and give a "
-                "frozen copy or a buffer memory of its own (.clone())."
+                f"bilevel.inner: {one!r} and {other!r} are tied: they are two tensors that share their memory, and a "
+                "step would update only one of them. Tie weights by the parameter itself (model.b.weight = "
+                "model.a.weight), and give a frozen copy or a buffer its own memory (.clone())."
             )
 
 
@@ -103,22 +106,22 @@ def inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
         if twice is not None:
             raise ValueError(
                 f"bilevel.inner: two of the optimizers hold the parameter {names.get(id(twice), '')!r}. Give each "
-                "optimizer a part of the model of its own; loop.step(..., only=optimizer) moves one part."
+                "optimizer its own part of the model; loop.step(..., only=optimizer) updates one part."
             )
-        strangers = [tuple(p.shape) for p in held if id(p) not in names]
-        if strangers:
+        foreign = [tuple(p.shape) for p in held if id(p) not in names]
+        if foreign:
             raise ValueError(
-                f"bilevel.inner: the optimizer holds {len(strangers)} tensor(s) that are no parameters of the model "
-                f"(the first has shape {strangers[0]}). Build it over model.parameters() or a part of them; outer "
-                "variables have an optimizer of their own."
+                f"bilevel.inner: the optimizer holds {len(foreign)} tensor(s) that are not parameters of the model "
+                f"(the first has shape {foreign[0]}). Build it over model.parameters() or a part of them. Outer "
+                "variables need another optimizer, which is stepped outside the block."
             )
         mine = {names[id(p)] for p in held}
         inner = {n: p for n, p in inner.items() if n in mine}
     if not inner:
-        kinds = ", ".join(sorted({str(p.dtype) for p in named.values()})) or "none at all"
+        kinds = ", ".join(sorted({str(p.dtype) for p in named.values()})) or "no parameters"
         raise ValueError(
-            f"bilevel.inner: the model has no trainable parameter, so there is no inner variable (parameters: {kinds}; "
-            "integer ones can't be trained). Set requires_grad on what the inner loop should train."
+            f"bilevel.inner: the model has no trainable parameter, so there is no inner variable (it has {kinds}). Set "
+            "requires_grad on the parameters that the inner loop should train; integers can't be trained."
         )
     for n, p in inner.items():
         if _lazy(p):
@@ -139,7 +142,7 @@ def inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
         hooks = getattr(p, "_post_accumulate_grad_hooks", None)
         if hooks:
             raise ValueError(
-                f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, and a block has "
-                "none there. Remove it, and write what it does to the gradient as direction=, a function of it."
+                f"bilevel.inner: the parameter {n!r} has a post-accumulate hook, which reads .grad, but a block "
+                "computes no .grad. Remove it, and write what it does to the gradient as direction=, a function of it."
             )
     return inner

@@ -198,7 +198,8 @@ def resolve(solver: str | StepRule, lr: Rate | None, has_optimizer: bool) -> tup
         return solver, None
     if solver not in SOLVERS:
         known = ", ".join(map(repr, SOLVERS))
-        raise ValueError(f"bilevel.inner: unknown solver {solver!r}. Known: {known}, or a StepRule object.")
+        hint = f" Make an object of it: {solver.__name__}(t=0.1)." if isinstance(solver, type) else ""
+        raise ValueError(f"bilevel.inner: unknown solver {solver!r}. Known: {known}, or a StepRule object.{hint}")
     if has_optimizer and lr is None:
         return SOLVERS[solver](1.0), None
     rate = 1e-3 if lr is None else lr  # torch.optim.SGD's default, and the paper's rate

@@ -148,9 +148,9 @@ def test_what_takes_no_group(group):
         refuse(group=group, engine="forward")
     with pytest.raises(ValueError, match="leave out compile="):
         refuse(group=group, engine=bilevel.Reverse(compile=True))
-    with pytest.raises(ValueError, match="give each rank tasks of its own"):
+    with pytest.raises(ValueError, match="Give each rank its own tasks"):
         refuse(group=group, tasks=2)
-    with pytest.raises(ValueError, match="there is no group="):
+    with pytest.raises(ValueError, match="Give group="):
         refuse(local=torch.zeros(1, requires_grad=True))
 
 

@@ -18,12 +18,13 @@ ENGINES: dict[str, type[Engine]] = {
 
 
 def resolve(engine: str | Engine) -> Engine:
-    """The engine that `inner` was given."""
+    """Return the engine that `inner` was given."""
     if isinstance(engine, Engine):
         return engine
     if engine not in ENGINES:
         known = ", ".join(map(repr, ENGINES))
-        raise ValueError(f"bilevel.inner: unknown engine {engine!r}. Known: {known}, or an Engine object.")
+        hint = f" Make an object of it: {engine.__name__}()." if isinstance(engine, type) else ""
+        raise ValueError(f"bilevel.inner: unknown engine {engine!r}. Known: {known}, or an Engine object.{hint}")
     return ENGINES[engine]()
 
 

@@ -46,12 +46,12 @@ class _Implicit(Engine):
 
     @abstractmethod
     def solve(self, pull: Operator, a: State) -> State:
-        """v with v − pull(v) = a, where pull(v) = v·∂Φ/∂z."""
+        """Return v with v − pull(v) = a, where pull(v) = v·∂Φ/∂z."""
 
-    def give_up(self, residual: float) -> RuntimeError:
+    def not_converged(self, residual: float) -> RuntimeError:
         return RuntimeError(
-            f"bilevel.{type(self).__name__}: it has a relative residual of {residual:.1e} after {self.iterations} "
-            f"iterations (tol {self.tol}). Give it more iterations, tol=None to take what it has, or use "
+            f"bilevel.{type(self).__name__}: the relative residual is {residual:.1e} after {self.iterations} "
+            f"iterations (tol={self.tol}). Allow more iterations, accept the result by tol=None, or use "
             "engine='reverse'."
         )
 
@@ -88,15 +88,15 @@ class CG(_Implicit):
             curvature = _dot(p, ap)
             if not curvature > 0:
                 raise RuntimeError(
-                    f"bilevel.CG: it met a direction of curvature {curvature:.1e}: w_K is no strict minimum of the "
-                    "step's loss, so that w(λ) has no derivative there. Add a regulariser to h, take more steps, or "
+                    f"bilevel.CG: found a direction of curvature {curvature:.1e}, so w_K is not a strict minimum of "
+                    "the step's loss, and w(λ) has no derivative there. Add a regulariser to h, take more steps, or "
                     "use engine='reverse'."
                 )
             v, r = _add(v, rr / curvature, p), _add(r, -rr / curvature, ap)
             rr, before = _dot(r, r), rr
             p = _add(r, rr / before, p)
         if self.tol is not None and rr > self.tol**2 * start:
-            raise self.give_up((rr / start) ** 0.5)
+            raise self.not_converged((rr / start) ** 0.5)
         return v
 
 
@@ -134,7 +134,7 @@ class Neumann(_Implicit):
                     "engine='reverse'."
                 )
         if self.tol is not None:
-            raise self.give_up((size / start) ** 0.5)
+            raise self.not_converged((size / start) ** 0.5)
         return v
 
 
@@ -167,7 +167,7 @@ class _ImplicitTape(Tape):
             return found, {}
         ahead = self._at(step, self._last, a, inputs, found)
         other = Gradients()
-        if end.is_function:  # a loss= of the user's is not
+        if end.is_function:  # a loss= that the user computed can't be evaluated at another state
             a = end.pull(inputs, other, ahead)
         else:
             end.pull(inputs, other)
@@ -176,7 +176,7 @@ class _ImplicitTape(Tape):
         return found, {}
 
     def _at(self, step: RecordedStep, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
-        """Add a·(I − ∂Φ/∂z)⁻¹·∂Φ/∂λ at z to the sums; returns Φ(z)."""
+        """Add a·(I − ∂Φ/∂z)⁻¹·∂Φ/∂λ at z to the sums, and return Φ(z)."""
         with step.traced(z) as traced:
             at = {n: x for n, x in traced.at.items() if x.requires_grad}
             a = {n: a.get(n, torch.zeros_like(x)) for n, x in at.items()}
@@ -190,7 +190,7 @@ class _ImplicitTape(Tape):
             return as_leaves({n: x.detach().clone() for n, x in traced.to.items()})
 
     def _check_settled(self, here: Gradients, ahead: Gradients) -> None:
-        """The change of all gradients, each times the size of its variable: all have the unit of g then."""
+        """Raise if the gradients change too much, each weighted by the size of its variable to have the unit of g."""
         change = size = 0.0
         for mine, others in ((here.direct, ahead.direct), (here.cut, ahead.cut)):
             for key, (x, grad) in mine.items():
@@ -201,9 +201,9 @@ class _ImplicitTape(Tape):
         if not change <= self._options.settled * size:
             name = type(self._options).__name__
             raise RuntimeError(
-                f"bilevel.{name}: it differentiates the fixed point of the inner steps, and the loop has not come to "
-                f"it: one step on, the gradient would change by {change / size if size else 1.0:.1%}. Take more steps, "
-                f"use engine='reverse', or allow it: bilevel.{name}(settled=...)."
+                f"bilevel.{name}: the engine differentiates the fixed point of the inner steps, and the loop has not "
+                f"reached it: after one more step the gradient would change by {change / size if size else 1.0:.1%}. "
+                f"Take more steps, use engine='reverse', or allow the change: bilevel.{name}(settled=...)."
             )
 
 
@@ -216,5 +216,5 @@ def _scale(c: float, x: State) -> State:
 
 
 def _add(x: State, c: float, y: State) -> State:
-    """x + c·y, where what y lacks is 0."""
+    """Return x + c·y, where entries that y lacks count as 0."""
     return {n: value + c * y[n] if n in y else value for n, value in x.items()}

@@ -20,7 +20,9 @@ def test_implicit_engines_refuse_what_has_no_fixed_point(parts):
     with pytest.raises(ValueError, match=r"Neumann needs a fixed point of the step, and Adam divides by a root"):
         bilevel.inner(model, h, g, optimizer=adam, engine="neumann")
     momentum = torch.optim.SGD(model.parameters(), momentum=0.9)
-    with pytest.raises(ValueError, match=r"CG needs a symmetry of the step, and with momentum.*'neumann' takes it"):
+    with pytest.raises(
+        ValueError, match=r"CG needs a step with a symmetric Jacobian, and with momentum.*'neumann' takes it"
+    ):
         bilevel.inner(model, h, g, optimizer=momentum, engine="cg")
     groups = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters()}], lr=0.2)
     with pytest.raises(ValueError, match=r"with a rate for each group"):
@@ -32,7 +34,9 @@ def test_implicit_engines_refuse_a_loop_that_has_not_settled():
     for engine in ("cg", "neumann"):
         with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.2, engine=engine) as loop:
             loop.run(2)
-            with pytest.raises(RuntimeError, match=r"has not come to it: one step on, the gradient would change by"):
+            with pytest.raises(
+                RuntimeError, match=r"has not reached it: after one more step the gradient would change by"
+            ):
                 loop.hypergrad(ridge.lam)
             loop.run(200)
             loop.hypergrad(ridge.lam)
@@ -43,7 +47,7 @@ def test_implicit_engines_say_when_they_fail():
     flat = lambda m: (m.w.sum() - line.lam).square()  # a line of minimisers: no derivative of w(λ)
     with bilevel.inner(line.model(), flat, line.g, solver="gd", lr=0.1, engine="cg") as loop:
         loop.run(100)
-        with pytest.raises(RuntimeError, match=r"bilevel.CG: it met a direction of curvature"):
+        with pytest.raises(RuntimeError, match=r"bilevel.CG: found a direction of curvature"):
             loop.hypergrad(line.lam)
     ridge = Ridge.random()
     with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.1, engine=bilevel.Neumann(3)) as loop:
@@ -73,7 +77,7 @@ def test_whether_a_loop_has_settled_does_not_depend_on_the_level_of_g(shift, sca
     with bilevel.inner(ridge.model(), ridge.h, g, solver="gd", lr=0.3, engine=engine, check=False) as loop:
         for steps in (1, 4):
             loop.run(steps)
-            with refused("settled|not come to|fixed point"):
+            with refused("settled|fixed point"):
                 loop.hypergrad(ridge.lam)
         loop.run(400)
         assert relative(loop.hypergrad(ridge.lam), scale * ridge.hypergradient()) < 1e-5
@@ -89,7 +93,7 @@ def test_a_loop_that_has_not_settled_where_g_is_flat(engine):
     g = lambda m: (m.w[0] - 1) * m.w[1]
     with bilevel.inner(model, h, g, solver="gd", lr=0.5, engine=engine, check=False) as loop:
         loop.run(5)
-        with refused("settled|not come to|fixed point"):
+        with refused("settled|fixed point"):
             loop.hypergrad(lam)
         loop.run(500)
         torch.testing.assert_close(loop.hypergrad(lam), torch.tensor([1.0, 0.0]), rtol=1e-5, atol=1e-8)
