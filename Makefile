@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PAGE := $(BIN)/python -m benchmarks.page
 
 .PHONY: demo test lint types docs figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper few-shot few-shot-page bench \
-	bench-quick gpu-check clean
+	bench-quick peers gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -44,7 +44,7 @@ docs: $(VENV)/.test
 
 # The pictures of the docs and the table of imports, each in less than a minute.
 figures: $(VENV)/.test
-	for f in architecture imports paper report schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
+	for f in architecture imports memory paper report schedules theorem2 truncation; do $(BIN)/python -m docs.figures.$$f || exit 1; done
 
 # Wheel and sdist, the wheel in an empty environment, README's example against it. See docs/release.md.
 release-check: $(VENV)/.test
@@ -165,6 +165,11 @@ bench: $(VENV)/.bench
 
 bench-quick: $(VENV)/.bench
 	$(BIN)/python -m benchmarks --quick --out runs/bench-quick
+
+# What each library makes of the loops that people have: about two minutes on one core. HYPERTORCH: a checkout of prolearner/hypertorch.
+peers: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.peers_matrix --out docs/results
+	$(BIN)/python -m docs.front
 
 # On a machine with a GPU: what could not be run without one, and a page to send us.
 gpu-check: $(VENV)/.test

@@ -340,7 +340,7 @@ def boat(p: Problem) -> Run:
         config = {
             "fo_op": None, "gm_op": ["NGD"], "na_op": ["RAD"], "lower_iters": p.steps, "accumulate_grad": False,
             "lower_level_model": p.model, "upper_level_model": p.model, "lower_level_var": list(p.model.parameters()),
-            "upper_level_var": p.outer, "lower_level_opt": torch.optim.SGD(p.model.parameters(), lr=p.lr),
+            "upper_level_var": p.outer, "lower_level_opt": p.optimizer(),
             "upper_level_opt": idle, "device": "cpu", "return_grad": True, "copy_last_param": False,
             "loss_log_path": os.path.join(folder.name, "log.json"), "GDA": {"alpha_init": 0.0},
             "RGT": {"truncate_iter": 0},
