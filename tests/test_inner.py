@@ -535,6 +535,20 @@ def test_unknown_names(parts):
         loop.run(0)
 
 
+def test_a_class_in_place_of_an_object_is_named(parts):
+    model, h, g, *_ = parts
+    with pytest.raises(ValueError, match=r"Make an object of it: Reverse\(\)"):
+        bilevel.inner(model, h, g, engine=bilevel.Reverse)
+    with pytest.raises(ValueError, match=r"Make an object of it: GD\(t=0.1\)"):
+        bilevel.inner(model, h, g, solver=bilevel.GD)
+
+
+def test_a_loop_that_was_not_opened_says_how(parts):
+    model, h, g, _, x, y = parts
+    with pytest.raises(AttributeError, match=r"Open the block first: with bilevel.inner\(...\) as loop: loop.step"):
+        bilevel.inner(model, h, g).step(x, y)
+
+
 # --- a graph back to the weights ---
 
 

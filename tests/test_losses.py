@@ -77,6 +77,13 @@ def test_a_loss_with_other_arguments_than_its_batch(parts):
             loop.step(x, outer=(x, y))
         with pytest.raises(TypeError, match=r"g\(model, \*batch\) was called with a batch of 0.*outer=\(\.\.\.\)"):
             loop.step(x, y, outer=())
+        with pytest.raises(TypeError, match=r"a batch of 1: .*The batch is a tuple: unpack it, loop.step\(\*batch\)"):
+            loop.step((x, y), outer=(x, y))
+    with (
+        pytest.raises(TypeError, match=r"a batch of 2: .*a function such as lambda model, x, y: h\(model\(x\), y\)"),
+        bilevel.inner(model, nn.CrossEntropyLoss(), g, lr=0.1) as loop,
+    ):
+        loop.step(x, y, outer=(x, y))
     with pytest.raises(TypeError, match=r"from the loss itself"), bilevel.inner(model, h, g, lr=0.1) as loop:
 
         def raises(model, x, y):
