@@ -123,25 +123,20 @@ paper: $(VENV)/.test
 # Few-shot: every study, then the page with the paper's Figures 4 and 5. It takes hours on one core, and goes on where it was interrupted.
 # DATA is one folder. A part of it: make few-shot STUDIES='omniglot tiny'; the page has the studies that are finished.
 FEWSHOT = $(BIN)/python -m bilevel_recipes.few_shot
-SHORT = --dataset omniglot --shots 1,5 --images 440 --test-episodes 600 --test-steps 5 --curve-episodes 100 --baselines none --seeds 3
-TUNED = $(SHORT) --outer-steps 150 --curve-points 6 --steps 1,5,10,20
-FIGURE5 = --dataset tiny-imagenet --model resnet18 --shots 1,5 --images 120 --chunk 120 --outer-steps 100 --precision auto --test-episodes 300 \
-	--test-steps 5 --curve-points 5 --curve-episodes 50 --baselines none --solvers gd,bigsam --seeds 3
-omniglot = --omniglot --solvers gd,bigsam --seeds 3
-omniglot-solvers = --omniglot --outer-steps 1000 --solvers gd,bigsam,bigsam-convergent,bigsam-paper-annealed,bigsam-paper --seeds 3
-figure4-paper = --paper $(SHORT) --ways 5,20 --steps 1,5,10,20 --outer-steps 50 --curve-points 5
-figure4-rates = $(SHORT) --shots 1 --ways 5 --outer-steps 150 --curve-points 1 --solvers gd,bigsam --lr 0.4,1,2,4,8 --test-on val
-figure4-gd-5 = $(TUNED) --ways 5 --solvers gd --lr 2
-figure4-bigsam-5 = $(TUNED) --ways 5 --solvers bigsam --lr 1
-figure4-gd-20 = $(TUNED) --ways 20 --solvers gd --lr 8
-figure4-bigsam-20 = $(TUNED) --ways 20 --solvers bigsam --lr 4
-tiny = --dataset tiny-imagenet --model resnet18 --ways 20 --train-queries 5 --lr 1.6 --images 120 --chunk 120 --eta 0.001 --precision auto \
-	--also 5x1,5x5,20x5 --outer-steps 300 --test-steps 5 --curve-points 6 --curve-episodes 100 --solvers gd,bigsam --seeds 3
-figure5-paper = --paper $(FIGURE5) --solvers gd,bigsam-paper --ways 5,20 --lr 0.001 --s 0.001 --eta 0.0001
-figure5-5 = $(FIGURE5) --ways 5 --lr 0.4 --eta 0.001
-figure5-20 = $(FIGURE5) --ways 20 --lr 1.6 --eta 0.001
-STUDIES = omniglot omniglot-solvers figure4-paper figure4-rates figure4-gd-5 figure4-bigsam-5 figure4-gd-20 figure4-bigsam-20 tiny figure5-paper \
-	figure5-5 figure5-20
+TEST = --test-episodes 200 --test-steps 5 --curve-episodes 60 --baselines none
+KINDS = --ways 20 --train-queries 5 --also 5x1,5x5,20x5 --seeds 3
+SHORT = --dataset omniglot --model conv4 --images 240 --chunk 240 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
+omniglot = --omniglot --seeds 3
+omniglot-solvers = --omniglot --model conv4 --outer-steps 800 --curve-points 8 $(TEST) --solvers gd,bigsam,bigsam-paper-annealed --seeds 3
+figure4-paper = --paper $(SHORT) --steps 1,5,10,20
+figure4-rates = $(SHORT) --solvers gd,bigsam --lr 0.8,1.6,4,8,16 --curve-points 1 --test-on val --seeds 1
+figure4-gd = $(SHORT) --solvers gd --lr 8 --steps 1,5,10,20
+figure4-bigsam = $(SHORT) --solvers bigsam --lr 4 --steps 1,5,10,20
+tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 60 --train-queries 1 --images 120 --chunk 120 --lr 4.8 --eta 0.003 --mirror \
+	--shift 0.05 --test-turns 1 --test-mirror --outer-steps 300 --also 5x1,5x5,20x1,20x5 --curve-points 6 --curve-episodes 100 --test-episodes 1000 \
+	--test-steps 5 --baselines none --solvers gd,bigsam --seeds 3
+figure5-paper = --paper --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
+STUDIES = omniglot omniglot-solvers figure4-paper figure4-rates figure4-gd figure4-bigsam tiny figure5-paper
 few-shot: $(VENV)/.test
 	$(foreach s,$(STUDIES),$(FEWSHOT) $($(s)) --threads 1 $(if $(DATA),--data-root $(DATA)) --resume --out runs/$(s) &&) true
 	$(FEWSHOT).cost --threads 1 $(if $(DATA),--data-root $(DATA)) --out runs/cost
