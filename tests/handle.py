@@ -379,15 +379,12 @@ def agree_on_tasks(case: Case, body: Callable[..., None], engine: Any, batch: Se
     judge(case, torch.cat([g.flatten() for g in grads]))
 
 
-# --- only= and h= ---
+# --- optimizers and directions ---
 
 
 def both(model: nn.Module) -> list[torch.optim.Optimizer]:
     first = torch.optim.SGD(model[0].parameters(), 0.2, momentum=0.9, weight_decay=0.1)
     return [first, torch.optim.AdamW(model[1].parameters(), 0.05, eps=0.1)]
-
-
-# --- direction= ---
 
 
 def halved(d: Grads) -> Grads:

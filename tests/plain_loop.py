@@ -336,7 +336,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# --- after the block, however it ended ---
+# --- models and losses of several files ---
 
 
 class Mine(Exception):
@@ -372,14 +372,8 @@ def attempt(model, h, g, lam, batch=(), outer=(), steps=STEPS, between=lambda k:
         unchanged(model, before, but)
 
 
-# --- λ in a buffer, weights under two names ---
-
-
 def orthogonal() -> nn.Module:
     return mlp(parametrizations.orthogonal(nn.Linear(4, 4)))
-
-
-# --- written inside a loss, refilled outside ---
 
 
 class Words(nn.Module):

@@ -211,7 +211,7 @@ def test_a_loss_of_the_model_itself_in_the_block(engine):
             torch.testing.assert_close(got, expected)
 
 
-# --- changes between the loop and the reverse sweep ---
+# --- weights that are changed or looked at by hand ---
 
 
 @pytest.mark.parametrize("engine", ["reverse", bilevel.Reverse("sqrt"), bilevel.Reverse(memory="1GiB"), "unroll"])
@@ -405,7 +405,7 @@ def test_forward_hooks_are_part_of_the_loss(engine):
     exact(losses(mlp, HOOKS["forward"]), engine)
 
 
-# --- λ in a buffer, weights under two names ---
+# --- λ in a buffer, parametrizations ---
 
 
 def in_a_buffer(function):
@@ -496,7 +496,7 @@ def test_what_is_trained_changes_in_the_loop_of_a_rate(name, engine):
     assert not right_or_refused(losses(make), engine, "requires_grad|frozen", optimizer=None, between=between)
 
 
-# --- not in the table: the model is changed in the block ---
+# --- the model is changed in the block ---
 
 
 def by_load_state_dict(m):
@@ -600,7 +600,7 @@ def test_other_parameters_in_the_block(change, at, engine):
             loop.hypergrad(lam)
 
 
-# --- not in the table: what losses may do ---
+# --- hooks of modules that observe ---
 
 
 @contextlib.contextmanager

@@ -32,9 +32,6 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- a backward that runs the model again ---
-
-
 class Checkpointed(nn.Module):
     """Blocks of layers of which the backward pass runs each again."""
 

@@ -12,9 +12,6 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- after the block, however it ended ---
-
-
 @pytest.mark.parametrize("engine", ["reverse", "unroll"])
 def test_modes_that_the_body_set_are_put_back(engine):
     model, lam, batch, outer = worn("batchnorm and dropout"), start(), data(), data(5)
@@ -25,9 +22,6 @@ def test_modes_that_the_body_set_are_put_back(engine):
         loop.hypergrad(lam)
         assert not any(m.training for m in model.modules())
     unchanged(model, before)
-
-
-# --- modes ---
 
 
 def watch_modes(f, seen):

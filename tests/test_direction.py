@@ -32,7 +32,7 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- problems ---
+# --- clip= ---
 
 
 @pytest.mark.parametrize("engine", ["reverse", "memory", "unroll", "forward"])

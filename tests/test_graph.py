@@ -42,7 +42,7 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- models and modes ---
+# --- modules that hide a derivative ---
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, on the way to its compiler
@@ -208,7 +208,7 @@ def test_a_graph_back_to_the_weights_in_the_batch_of_g(name, engine):
             loop.hypergrad(lam)
 
 
-# --- second derivatives that torch has not, or has wrong ---
+# --- what torch has no second derivative of ---
 
 
 def scored(score):
@@ -278,7 +278,7 @@ def test_what_has_no_second_derivative_is_named(name, engine):
     assert not right_or_refused(build, engine, word)
 
 
-# --- crashes, swallowed errors, riddles ---
+# --- torch.jit ---
 
 
 @pytest.mark.parametrize("how", ["trace", "script"])

@@ -493,7 +493,7 @@ def test_a_loop_inside_a_loss(engine):
     assert float(got) == pytest.approx(expected, rel=1e-8)
 
 
-# --- problems ---
+# --- the block is the plain loop ---
 
 
 @pytest.mark.usefixtures("double")
@@ -502,9 +502,6 @@ def test_the_block_is_the_plain_loop(name, engine):
     """Bit for bit with reverse; attention has another kernel in the block than outside."""
     bits = False if name in ("attention", "weight norm", "old weight norm") else None
     exact(losses(MODELS[name]), engine, bits=bits)
-
-
-# --- buffers are state ---
 
 
 @pytest.mark.usefixtures("double")
@@ -549,7 +546,7 @@ def test_a_loop_that_was_not_opened_says_how(parts):
         bilevel.inner(model, h, g).step(x, y)
 
 
-# --- a graph back to the weights ---
+# --- a loop within a loss ---
 
 
 @pytest.mark.usefixtures("double")
@@ -570,7 +567,7 @@ def test_a_loop_within_a_loss_that_has_no_graph(within, outside):
         attempt(a, h, lambda m: (m.w - 1).square().sum(), mu, engine=outside)
 
 
-# --- crashes, swallowed errors, riddles ---
+# --- options of the wrong kind ---
 
 
 @pytest.mark.usefixtures("double")
@@ -585,7 +582,7 @@ def test_options_of_the_wrong_kind(options):
         attempt(mlp(), *weighted(lam), lam, data(), data(5), 1, **options)
 
 
-# --- not in the table: the model is changed in the block ---
+# --- what the body may do ---
 
 
 @torch.no_grad()

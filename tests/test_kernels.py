@@ -14,9 +14,6 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- models and modes ---
-
-
 def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
     """Called by hand, the fused kernel of torch has a wrong second derivative; the parametrization is replaced."""
     model, _, g, lam, x, y = parts
@@ -26,15 +23,9 @@ def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
             loop.step(x, y, outer=(x, y))
 
 
-# --- second derivatives that torch has not, or has wrong ---
-
-
 def test_an_embedding_whose_gradient_is_scaled_by_frequency(engine):
     build = losses(lambda: Words(scale_grad_by_freq=True))
     assert not right_or_refused(build, engine, "scale_grad_by_freq")
-
-
-# --- crashes, swallowed errors, riddles ---
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

@@ -126,7 +126,7 @@ def test_backward_without_an_outer_variable(parts):
             loop.backward()
 
 
-# --- models and modes ---
+# --- modes, late outer variables ---
 
 
 def test_inference_mode(parts):
@@ -141,9 +141,6 @@ def test_inference_mode(parts):
         model = nn.Linear(3, 2)
     with pytest.raises(RuntimeError, match=r"'weight' was made under torch.inference_mode"):
         bilevel.inner(model, h, g)
-
-
-# --- what is trained changes in the loop ---
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["set late", "off for a while"])
@@ -161,7 +158,7 @@ def test_an_outer_variable_that_requires_grad_late(first, engine):
         judge(found, losses(mlp), lam, bits=False)
 
 
-# --- crashes, swallowed errors, riddles ---
+# --- backward() inside of h, and a hypergradient before any step ---
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -34,7 +34,7 @@ def step_with(model, h, g, x, y, **options):
         loop.step(x, y, outer=(x, y))
 
 
-# --- losses ---
+# --- what a loss returns ---
 
 
 @pytest.mark.parametrize("which", ["h", "g"])
@@ -92,7 +92,7 @@ def test_a_loss_with_other_arguments_than_its_batch(parts):
         step_with(model, raises, g, x, y)
 
 
-# --- not in the table: what losses may do ---
+# --- what losses may do ---
 
 
 def functional(h, g):

@@ -22,9 +22,6 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- models and modes ---
-
-
 def test_parameters_that_can_not_be_trained(parts):
     _, h, g, _, _, _ = parts
 
@@ -64,7 +61,7 @@ def test_an_integer_parameter_beside_trainable_ones_is_like_a_buffer(parts):
     assert float(got) == pytest.approx(expected, rel=1e-7)
 
 
-# --- λ in a buffer, weights under two names ---
+# --- weights that share memory ---
 
 
 class Twins(nn.Module):
@@ -128,7 +125,7 @@ def test_weights_side_by_side_in_one_tensor_share_nothing(shift, engine):
     exact(losses(lambda: Overlapping(shift)), engine)
 
 
-# --- not in the table: what losses may do ---
+# --- lazy modules ---
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_the_example_of_the_docs():
     assert own[0] != own[1]
 
 
-# --- processes ---
+# --- models that reduce by themselves, and ranks that differ ---
 
 
 @pytest.fixture

@@ -20,9 +20,6 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- all of it at random ---
-
-
 class Mixed(nn.Module):
     """Two parts, BatchNorm or LayerNorm, and a moving average that the loss keeps in a buffer and reads again."""
 

@@ -267,7 +267,7 @@ def test_a_batch_that_is_refilled(how, engine):
         assert abs(float(grad @ v) - differences(by_hand, lam, v)) < 1e-6 * float(grad.norm())
 
 
-# --- sparse gradients and batches ---
+# --- sparse batches ---
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
@@ -284,7 +284,7 @@ def test_sparse_batches(layout, engine):
     exact(build, engine, bits=False)
 
 
-# --- crashes, swallowed errors, riddles ---
+# --- errors on the way back are the user's own ---
 
 
 class Fragile(torch.autograd.Function):
@@ -329,7 +329,7 @@ def test_errors_of_h_in_a_replay_are_the_users_own(engine, error):
         attempt(model, failing, g, lam, data(), data(5), engine=ENGINES[engine])
 
 
-# --- not in the table: what losses may do ---
+# --- losses and batches with a state of their own ---
 
 
 def counted(h, g):

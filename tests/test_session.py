@@ -38,9 +38,6 @@ import bilevel_plugin as bilevel
 pytestmark = pytest.mark.usefixtures("double")
 
 
-# --- after the block, however it ended ---
-
-
 def raising(f: Callable[..., Tensor], at: int, error: type[BaseException]) -> Callable[..., Tensor]:
     calls = 0
 

@@ -344,7 +344,7 @@ def test_implicit_engines_and_running_statistics(engine):
     assert right_or_refused(build, engine, "BatchNorm|running|buffer", steps=150, tolerance=1e-5)
 
 
-# --- a graph back to the weights ---
+# --- buffers with a graph, or made on the way ---
 
 
 class Carry(nn.Module):
@@ -364,9 +364,6 @@ def test_a_buffer_with_a_graph(engine):
     lam = start()
     with refused("buffer|state", "detach|graph"):
         attempt(mlp(Carry()), *weighted(lam), lam, data(), data(5), engine=engine)
-
-
-# --- not in the table: what losses may do ---
 
 
 class Remembering(nn.Module):

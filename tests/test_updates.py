@@ -115,6 +115,7 @@ def test_goes_on_from_the_state_that_the_optimizer_has(rule):
         torch.testing.assert_close(ours[n], p.detach(), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.usefixtures("single")
 def test_a_scheduler_between_steps_is_followed_and_replayed():
     model, x, y = problem()
     lam = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
@@ -204,7 +205,7 @@ def test_wrong_optimizers():
         bilevel.inner(model, h, h, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
-# --- models and modes ---
+# --- wrapped and stepped optimizers, hooks ---
 
 
 @pytest.mark.usefixtures("single")
@@ -214,9 +215,6 @@ def test_a_wrapped_optimizer_is_to_be_unwrapped():
     wrapped = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(TypeError, match=r"Give the wrapped one: optimizer.optimizer"):
         bilevel.inner(model, lambda m: m.weight.sum(), lambda m: m.weight.sum(), optimizer=wrapped)
-
-
-# --- hooks ---
 
 
 def clip_values(optimizer, *_):
@@ -358,7 +356,7 @@ def test_rates_that_are_tensors_of_value_0(rule, engine):
     assert float(got) == pytest.approx(differences(by_hand, zero, torch.ones(())), rel=1e-6)
 
 
-# --- what changed between a step and its replay ---
+# --- options that change ---
 
 
 @pytest.mark.parametrize("lr", [RATE, torch.tensor(RATE)], ids=["float", "tensor"])
@@ -382,16 +380,13 @@ def test_an_optimizer_whose_options_change_after_the_steps(engine, lr):
     assert float(rate) == float(lr)
 
 
-# --- sparse gradients and batches ---
+# --- sparse gradients, rates of a shape ---
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_an_embedding_with_sparse_gradients(engine, momentum):
     optimizer = lambda m: torch.optim.SGD(m.parameters(), RATE, momentum=momentum)
     exact(losses(lambda: Words(sparse=True)), engine, bits=False, optimizer=optimizer)
-
-
-# --- crashes, swallowed errors, riddles ---
 
 
 @pytest.mark.parametrize("of", ["lr=", "a solver", "an optimizer"])

@@ -8,8 +8,6 @@ from problems import Ridge, relative
 
 import bilevel_plugin as bilevel
 
-# --- names and options ---
-
 
 def test_forward_refuses_many_directions_and_what_it_did_not_follow(parts):
     model, h, g, lam, x, y = parts

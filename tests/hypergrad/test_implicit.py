@@ -9,8 +9,6 @@ from problems import Ridge, Vector, refused, relative
 
 import bilevel_plugin as bilevel
 
-# --- names and options ---
-
 
 def test_implicit_engines_refuse_what_has_no_fixed_point(parts):
     model, h, g, _, _, _ = parts
@@ -61,9 +59,6 @@ def test_implicit_engines_say_when_they_fail():
         loop.run(2)  # from 0, where it stays, at a rate that does not contract
         with pytest.raises(RuntimeError, match=r"the Neumann series diverges"):
             loop.hypergrad(ridge.lam)
-
-
-# --- implicit engines ---
 
 
 @pytest.mark.usefixtures("double")

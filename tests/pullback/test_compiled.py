@@ -240,7 +240,7 @@ def test_a_changed_number_is_noticed():
             loop.hypergrad(lam)
 
 
-# --- second derivatives that torch has not, or has wrong ---
+# --- weight norm, many models, losses that return more ---
 
 
 @pytest.mark.usefixtures("double")
@@ -248,9 +248,6 @@ def test_a_changed_number_is_noticed():
 def test_weight_norm_under_compile(compiler):
     build = losses(lambda: mlp(parametrizations.weight_norm(nn.Linear(4, 4))))
     assert right_or_refused(build, bilevel.Reverse(compile=True), "weight_norm|compile", optimizer=None)
-
-
-# --- crashes, swallowed errors, riddles ---
 
 
 @pytest.mark.usefixtures("double")
@@ -265,9 +262,6 @@ def test_the_ninth_compiled_model(compiler):
         h, g = weighted(lam)
         got = attempt(model, h, g, lam, batch, outer, 2, engine=bilevel.Reverse(compile=True))
         assert relative(got, attempt(model, h, g, lam, batch, outer, 2)) < 1e-10
-
-
-# --- losses that return something beside ---
 
 
 @pytest.mark.usefixtures("double")

@@ -308,9 +308,6 @@ def test_compiled_loops_run_steps_in_parts_eagerly_and_say_so(compiler):
     same(parts, data.run(None))
 
 
-# --- mean or sum ---
-
-
 def test_a_loss_that_is_not_finite_is_told_of_by_the_step():
     data = Cleaning()
     with pytest.raises(FloatingPointError, match="h is nan"):
