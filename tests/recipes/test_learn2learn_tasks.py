@@ -106,6 +106,24 @@ def test_tasks_that_do_not_fit(labels: list[int], message: str) -> None:
         next(collect_tasks(lambda: (torch.randn(len(y), 4), y), tasks=2, ways=3, shots=1))
 
 
+def test_tasks_that_end_too_early_say_so() -> None:
+    """In training and in a test; tasks that do not fill a batch are no batch."""
+    y = torch.arange(3).repeat(2)
+
+    def batches() -> Any:
+        left = iter(range(7))
+        return collect_tasks(lambda: (torch.randn(len(y) + 0 * next(left), 30), y), tasks=2, ways=3, shots=1)
+
+    assert len(list(batches())) == 3
+    with pytest.raises(ValueError, match="ended after 3 batches, and 4 are needed"):
+        meta_train(Encoder(), batches(), ways=3, outer_steps=4)
+    with pytest.raises(ValueError, match="ended after 6, and 600 are needed; give more, or episodes=6"):
+        evaluate_tasks(Encoder(), batches(), 3, lr=0.4)
+    assert set(evaluate_tasks(Encoder(), batches(), 3, lr=0.4, episodes=6)) == {"5", "nearest mean"}
+    with pytest.raises(ValueError, match="ended after 0, and 5"):
+        evaluate_tasks(Encoder(), [], 3, lr=0.4, episodes=5)
+
+
 def test_order_within_a_task_does_not_matter() -> None:
     """The first `shots` of each class are the support set, in whatever order classes come."""
     x, y = torch.arange(8.0).unsqueeze(1), torch.tensor([1, 0, 1, 0, 0, 1, 1, 0])

@@ -130,16 +130,35 @@ class Episodes:
         self._generator.set_state(state["generator"])
 
 
+def next_batch(source: Iterator[Batch], done: int, wanted: int) -> Batch:
+    """The next batch of tasks, of which `done` were used and `wanted` are needed."""
+    try:
+        return next(source)
+    except StopIteration:
+        raise ValueError(
+            f"recipes.few_shot: the tasks ended after {done} batches, and {wanted} are needed (outer_steps); give an "
+            "iterator without end, or fewer outer steps"
+        ) from None
+
+
 def collect_tasks(sample: Callable[[], Pair], *, tasks: int, ways: int, shots: int) -> Iterator[Batch]:
-    """Batches without end from a source that hands out one task at a time: `collect_tasks(taskset.sample, ...)`.
+    """Batches from a source that hands out one task at a time: `collect_tasks(taskset.sample, ...)`.
+
+    There are batches as long as there are tasks for whole ones: without end, unless `sample` raises StopIteration.
 
     sample: gives (images, labels) of one task, shots and queries together and in any order, as a TaskDataset of
         learn2learn does. Labels are 0, …, ways − 1 (its RemapLabels), as many of each.
     shots: the first so many images of each class are its support set, the others its queries.
     """
     while True:
-        parts = zip(*(_support_and_query(*sample(), ways, shots) for _ in range(tasks)), strict=True)
-        x, y, x_query, y_query = (torch.stack(part) for part in parts)
+        found: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        for _ in range(tasks):
+            try:
+                task = sample()
+            except StopIteration:  # of an iterator behind `sample`; inside a generator it would be another error
+                return
+            found.append(_support_and_query(*task, ways, shots))
+        x, y, x_query, y_query = (torch.stack(part) for part in zip(*found, strict=True))
         yield (x, y), (x_query, y_query)
 
 

@@ -105,6 +105,10 @@ def evaluate_tasks(
         if done >= episodes:
             break
     encoder.train(training)
+    if done < episodes:
+        raise ValueError(
+            f"recipes.few_shot: the tasks ended after {done}, and {episodes} are needed; give more, or episodes={done}"
+        )
     return {name: score(torch.cat(parts)[:episodes]) for name, parts in found.items()}
 
 

@@ -28,7 +28,7 @@ import bilevel_plugin as bilevel
 
 from .. import ranks
 from ..models import autocast
-from .episodes import Batch, Pair
+from .episodes import Batch, Pair, next_batch
 
 Rule = Any  # a solver of bilevel_plugin
 CONVERGENT, PAPER = bilevel.convergent(), bilevel.power(0.25)  # of α
@@ -175,7 +175,7 @@ def meta_train(
         begin, cpu_begin = time.perf_counter(), time.process_time()
         with torch.random.fork_rng(_cuda(encoder)):
             torch.manual_seed(1_000_003 * seed + step)  # so that a resumed run draws the same
-            outer_step(next(source), step)
+            outer_step(next_batch(source, step, outer_steps), step)
         spent += time.perf_counter() - begin
         cpu += time.process_time() - cpu_begin
         if on_step is not None:
