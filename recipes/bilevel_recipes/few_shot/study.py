@@ -25,6 +25,7 @@ from . import sources
 from .augment import Augment
 from .episodes import Episodes, Images
 from .evaluate import evaluate
+from .maml import RATES, Learner, evaluate_all, meta_train_all
 from .train import SOLVERS, meta_train
 
 UNTRAINED = "untrained"
@@ -103,6 +104,23 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Adaptation:
+    """What adapts to a task; the flags below --adapt are for all."""
+
+    adapt: Annotated[str, value(str, "head|all", ("head", "all"))] = "head"
+    """head: a linear head on the encoder; all: all weights of encoder and head, from a start that is learnt (MAML).
+    BatchNorm then has the statistics of the batch at hand: the support set, or all queries of a task (transductive)."""
+    first_order: bool = False
+    """Leave out second derivatives."""
+    rates: Annotated[str, value(str, "|".join(RATES), RATES)] = "fixed"
+    """Inner rates. fixed: --lr; step: one for each inner step is learnt; tensor: one for each step and weight tensor
+    is."""
+    losses_along: Whole = 0
+    """For so many outer steps the losses after all inner steps count: equally at first, in the end the last one alone
+    (MAML++)."""
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """Tasks of classes that were never trained on."""
 
@@ -142,7 +160,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Settings(Data, Method, Evaluation, Run):
+class Settings(Data, Method, Adaptation, Evaluation, Run):
     """Everything that the figures depend on; the flags of the command, one to one."""
 
 
@@ -154,7 +172,7 @@ def fingerprint(s: Settings) -> dict[str, Any]:
 
 def uses_bf16(s: Settings) -> bool:
     """Whether the encoder runs in bfloat16; "auto" asks the processor."""
-    if s.precision != "auto":
+    if s.precision != "auto" or s.adapt == "all":
         return s.precision == "bf16"
     return has_fast_bf16(torch.device(s.device)) and _sees_one_pixel(s) is None
 
@@ -235,6 +253,7 @@ def check(s: Settings) -> None:
         if getattr(s, name) < 1:
             raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
     trained = list(itertools.product(s.ways, s.shots))
+    _check_adaptation(s)
     if uses_bf16(s) and (size := _sees_one_pixel(s)) is not None:
         raise ValueError(
             f"recipes.few_shot: --precision bf16 on the CPU, and images of {size} pixels, of which the last "
@@ -247,6 +266,31 @@ def check(s: Settings) -> None:
                 _images(s, name, part).draw(1, ways, shots + queries, torch.Generator())
 
 
+def _check_adaptation(s: Settings) -> None:
+    """Refuse flags of one adaptation that were given for the other."""
+    only = {"head": ("features", "batchnorm", "chunk"), "all": ("first_order", "rates", "losses_along")}
+    (other,) = only.keys() - {s.adapt}
+    for name in only[other]:
+        if getattr(s, name) != getattr(Settings, name):
+            raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} is for --adapt {other}; leave it out")
+    if s.adapt == "head":
+        return
+    if s.precision == "bf16":
+        raise ValueError("recipes.few_shot: --adapt all runs in float32; leave out --precision bf16")
+    if ranks.size(ranks.group()) > 1:
+        raise ValueError("recipes.few_shot: --adapt all runs in one process; start it without torchrun")
+    if split := [name for name in s.solvers if SOLVERS[name].split]:
+        raise ValueError(f"recipes.few_shot: {split[0]} is for --adapt head, whose queries are features; take another")
+    if s.losses_along and min(s.steps) == 1:
+        raise ValueError("recipes.few_shot: with --steps 1 there is one loss; leave out --losses-along, or take more")
+    for ways, cell in itertools.product(s.ways, s.also):
+        if cells_of(cell)[0] != ways:
+            raise ValueError(
+                f"recipes.few_shot: --also {cell} and --ways {ways}: with --adapt all the head is a part of the start, "
+                "and has an output for each way; test with the same ways"
+            )
+
+
 def _images(s: Settings, dataset: str, part: str) -> Images:
     return images(dataset, s.data_root, s.download, s.turns, s.device, part)
 
@@ -257,25 +301,33 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     encoder = build_encoder(job.model, train.shape, job.seed).to(s.device)
     episodes = Episodes(train, tasks(s, job), job.ways, job.shots, train_queries(s), job.seed, augment(s))
     common = {"features": s.features, "batchnorm": s.batchnorm, "chunk": s.chunk}
+    label, start = job.label, encoder
+    if s.adapt == "all":
+        label = f"{label}, {adaptation(s)}"
+        start = Learner(encoder, train.shape, job.ways, job.steps, job.lr, s.rates)
 
-    def test_now(encoder: nn.Module, ways: int, shots: int, **options: Any) -> dict[str, Any]:
-        # the mean over n times as many classes has n times less gradient for each: t goes with the ways
-        lr = job.lr * ways / job.ways
-        found = evaluate(encoder, test, ways, shots, s.queries, lr=lr, **options, **common)
+    def test_now(module: nn.Module, ways: int, shots: int, leaky: int = 0, **options: Any) -> dict[str, Any]:
+        if isinstance(module, Learner):
+            found = evaluate_all(module, test, ways, shots, s.queries, **options)
+        else:
+            # the mean over n times as many classes has n times less gradient for each: t goes with the ways
+            lr = job.lr * ways / job.ways
+            found = evaluate(module, test, ways, shots, s.queries, lr=lr, leaky=leaky, **options, **common)
         return {name: asdict(score) for name, score in found.items()}
 
     others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
 
-    def test_all(encoder: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def test_all(module: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """On the tasks that it is trained for, and on the others."""
-        also = {cell: test_now(encoder, *cells_of(cell), **options) for cell in others}
-        return test_now(encoder, job.ways, job.shots, **options), also
+        also = {cell: test_now(module, *cells_of(cell), **options) for cell in others}
+        return test_now(module, job.ways, job.shots, **options), also
 
     if job.method == UNTRAINED:
-        trained, record = settle(encoder, episodes, s.chunk), {"seconds": 0.0, "cpu_seconds": 0.0, "history": []}
+        trained = start if isinstance(start, Learner) else settle(start, episodes, s.chunk)
+        record: dict[str, Any] = {"seconds": 0.0, "cpu_seconds": 0.0, "history": []}
     else:
         done = 0 if state is None else state["step"]
-        bar = tqdm(total=s.outer_steps, initial=done, desc=job.label, disable=quiet, position=1, leave=False)
+        bar = tqdm(total=s.outer_steps, initial=done, desc=label, disable=quiet, position=1, leave=False)
         stops = {round(s.outer_steps * i / s.curve_points) for i in range(1, s.curve_points + 1)}
 
         def keep(now: Any) -> None:
@@ -290,11 +342,16 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
                 runs.save(path, now.state())
             bar.update()
 
-        result = meta_train(
-            encoder, episodes, ways=job.ways, solver=job.method, steps=job.steps, s=s.s, every=job.every,
-            lr=job.lr, outer_steps=s.outer_steps, eta=s.eta, decay=not s.no_decay, bf16=uses_bf16(s), seed=job.seed,
-            group=ranks.group(), state=state, on_step=keep, **common,
-        )  # fmt: skip
+        shared: dict[str, Any] = {
+            "solver": job.method, "steps": job.steps, "lr": job.lr, "s": s.s, "every": job.every, "seed": job.seed,
+            "outer_steps": s.outer_steps, "eta": s.eta, "decay": not s.no_decay, "state": state, "on_step": keep,
+        }  # fmt: skip
+        if isinstance(start, Learner):
+            result = meta_train_all(start, episodes, **shared, first_order=s.first_order, losses_along=s.losses_along)
+        else:
+            result = meta_train(
+                start, episodes, ways=job.ways, **shared, bf16=uses_bf16(s), group=ranks.group(), **common
+            )
         bar.close()
         trained, record = result.encoder, {"seconds": result.seconds, "cpu_seconds": result.cpu_seconds}
         record["history"] = result.history
@@ -304,15 +361,24 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     scores, also = test_all(trained, **whole)
     record |= {
         **asdict(job),
-        "label": job.label,
+        "label": label,
         "scores": scores,
         "also": also,
         "tasks": episodes.tasks,
         "bf16": uses_bf16(s),
     }
+    if isinstance(trained, Learner):
+        record["rates"] = trained.rates.tolist()
     state = {"record": record, "encoder": trained.state_dict()}
     runs.save(path, state)
     return state
+
+
+def adaptation(s: Settings) -> str:
+    """How tables and plots call a way to adapt all weights."""
+    parts = ["all weights", *(["first order"] if s.first_order else [])]
+    parts += {"fixed": [], "step": ["a rate for each step"], "tensor": ["a rate for each step and tensor"]}[s.rates]
+    return ", ".join([*parts, *([f"losses along for {s.losses_along}"] if s.losses_along else [])])
 
 
 def cells_of(text: str) -> tuple[int, int]:

@@ -136,16 +136,6 @@ def meta_train(
         raise ValueError(f"recipes.few_shot: no solver {solver!r}; one of {', '.join(SOLVERS)}, or an object")
     seen_by_heads = prepare(features)
     encoder = copy.deepcopy(encoder).train()
-    adam = torch.optim.Adam(encoder.parameters(), eta)
-    history, done, spent, cpu = list[dict[str, Any]](), 0, 0.0, 0.0
-    if state is not None:
-        encoder.load_state_dict(state["encoder"])
-        adam.load_state_dict(state["adam"])
-        history, done = [dict(row) for row in state["history"]], state["step"]
-        spent, cpu = state["seconds"], state["cpu_seconds"]
-        if "episodes" in state:
-            episodes.load_state_dict(state["episodes"])  # type: ignore[attr-defined]
-
     # buffers are averaged once a step instead: a broadcast before each chunk would change what the last one has saved
     parallel = partial(DistributedDataParallel, process_group=group, broadcast_buffers=False)
     wrapped = encoder if group is None else parallel(encoder)
@@ -162,32 +152,57 @@ def meta_train(
         f, f_query = seen_by_heads(f, f_query)
         rule = solver if method is None else method.rule(lr, lr if s is None else s, every, step)
         seen, judged = halves(f_query, y_query) if method and method.split else ((f_query, y_query),) * 2
-        adam.zero_grad()
         adapt_and_pull((f, y), seen, judged, ways, steps, rule, engine)
         if group is not None:
             _as_one(encoder, group)
-        for options in adam.param_groups:
-            options["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * step / outer_steps) if decay else 1.0)
-        adam.step()
+
+    return descend(encoder, episodes, outer_step, outer_steps, eta, decay, seed, state, on_step)
+
+
+def descend(
+    module: nn.Module,
+    episodes: Iterable[Batch],
+    outer_step: Callable[[Batch, int], None],
+    outer_steps: int,
+    eta: float,
+    decay: bool,
+    seed: int,
+    state: dict[str, Any] | None,
+    on_step: Callable[[Moment], None] | None,
+) -> Result:
+    """One Adam step for each batch of tasks; outer_step(batch, step) adds the gradient into the module's .grad."""
+    adam = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], eta)
+    history, done, spent, cpu = list[dict[str, Any]](), 0, 0.0, 0.0
+    if state is not None:
+        module.load_state_dict(state["encoder"])
+        adam.load_state_dict(state["adam"])
+        history, done = [dict(row) for row in state["history"]], state["step"]
+        spent, cpu = state["seconds"], state["cpu_seconds"]
+        if "episodes" in state:
+            episodes.load_state_dict(state["episodes"])  # type: ignore[attr-defined]
 
     source = iter(episodes)
     for step in range(done, outer_steps):
         begin, cpu_begin = time.perf_counter(), time.process_time()
-        with torch.random.fork_rng(_cuda(encoder)):
+        with torch.random.fork_rng(_cuda(module)):
             torch.manual_seed(1_000_003 * seed + step)  # so that a resumed run draws the same
+            adam.zero_grad()
             outer_step(next_batch(source, step, outer_steps), step)
+            for options in adam.param_groups:
+                options["lr"] = eta * (0.5 + 0.5 * math.cos(math.pi * step / outer_steps) if decay else 1.0)
+            adam.step()
         spent += time.perf_counter() - begin
         cpu += time.process_time() - cpu_begin
         if on_step is not None:
 
             def now(step: int = step, spent: float = spent, cpu: float = cpu) -> dict[str, Any]:
                 place = {"episodes": episodes.state_dict()} if hasattr(episodes, "state_dict") else {}  # type: ignore
-                parts = {"encoder": encoder.state_dict(), "adam": adam.state_dict(), **place}
+                parts = {"encoder": module.state_dict(), "adam": adam.state_dict(), **place}
                 times = {"seconds": spent, "cpu_seconds": cpu}
                 return {"step": step + 1, "history": history, **times, **parts}
 
-            on_step(Moment(step + 1, spent, encoder, history, now))
-    return Result(encoder.eval(), history, spent, cpu)
+            on_step(Moment(step + 1, spent, module, history, now))
+    return Result(module.eval(), history, spent, cpu)
 
 
 def _as_one(encoder: nn.Module, group: Any) -> None:
@@ -295,5 +310,5 @@ def chunk_size(batchnorm: str, chunk: int, task: int) -> int:
     return task if batchnorm == "task" else chunk
 
 
-def _cuda(encoder: nn.Module) -> list[torch.device]:
-    return sorted({p.device for p in encoder.parameters() if p.is_cuda}, key=str)
+def _cuda(module: nn.Module) -> list[torch.device]:
+    return sorted({p.device for p in module.parameters() if p.is_cuda}, key=str)
