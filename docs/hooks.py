@@ -3,12 +3,15 @@
 - formulas as MathML, made when the site is built, so that a page needs no script for them;
 - excerpts: a block marked `<!-- excerpt of FILE -->` must have its lines in that file; it gets their place as a title;
 - a folder in `nav` stands for the pages that are in it, and for nothing if there are none;
-- CONTRIBUTING.md and CHANGELOG.md, which stay at the root of the repository, as pages.
+- CONTRIBUTING.md and CHANGELOG.md, which stay at the root of the repository, as pages;
+- notebooks as pages, with the outputs that are stored in them.
 """
 
 from __future__ import annotations
 
+import base64
 import html
+import json
 import re
 import textwrap
 from pathlib import Path
@@ -23,6 +26,7 @@ PAGES = ("CONTRIBUTING.md", "CHANGELOG.md")
 _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _EXCERPT = re.compile(r"^<!-- excerpt of (\S+) -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"(^|\s+)#.*")
+_NOTEBOOK = re.compile(r"\]\(([^():]+)\.ipynb([^()]*)\)")  # a link to one
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]*)[^)]*\)")
 
 
@@ -34,6 +38,12 @@ def on_config(config: Any) -> Any:
 def on_files(files: Any, config: Any) -> Any:
     for name in PAGES:
         files.append(File.generated(config, name, content=(ROOT / name).read_text().replace("](docs/", "](")))
+    for path in sorted(Path(config.docs_dir).rglob("*.ipynb")):
+        stem = path.relative_to(config.docs_dir).with_suffix("")
+        text, pictures = notebook(json.loads(path.read_text()), stem.name)
+        files.append(File.generated(config, f"{stem}.md", content=text))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, str(stem.with_name(name)), content=picture))
     return files
 
 
@@ -45,7 +55,28 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         except (OSError, ValueError) as error:
             raise PluginError(f"{page.file.src_uri}: {error}") from error
 
-    return inside(_EXCERPT.sub(excerpt, markdown), Path(page.file.src_uri))
+    return inside(_NOTEBOOK.sub(r"](\1.md\2)", _EXCERPT.sub(excerpt, markdown)), Path(page.file.src_uri))
+
+
+def notebook(stored: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
+    """A notebook as a page, and the pictures of its outputs by file name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in stored["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "image/png" in data:
+                picture = f"{name}_{len(pictures) + 1}.png"
+                pictures[picture] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![The picture that this cell draws]({picture})")
+            else:
+                printed = "".join(output.get("text", data.get("text/plain", "")))
+                parts.append(f"```text\n{printed.rstrip()}\n```")
+    title, *rest = parts[0].split("\n", 1)
+    download = f'This page is a notebook: <a href="{name}.ipynb" download>download it</a>.'
+    return "\n\n".join([title, download, *rest, *parts[1:]]), pictures
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -99,6 +130,7 @@ def in_order(folder: Path) -> list[Path]:
     text = index.read_text() if index.exists() else ""
     named = lambda page: text.find(f"({page.name}") if f"({page.name}" in text else len(text)
     pages = [page for page in folder.glob("*.md") if not page.name.endswith("_notes.md")]
+    pages += [page.with_suffix(".md") for page in folder.glob("*.ipynb")]
     return sorted(pages, key=lambda page: (page != index, named(page), page.name))
 
 
