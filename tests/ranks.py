@@ -89,6 +89,24 @@ def features(make, share, group=None, **_):
     return {"local": torch.zeros(len(x)), "shared": [p.grad for p in encoder.parameters()]}
 
 
+def on_the_way(make, share, group=None, engine="reverse"):
+    """Outer losses at several steps: g with weights that can be learned, and a loss of one's own."""
+    x, y, x_val, y_val, start = (part[share] for part in data())
+    model, lam = make(), start.clone().requires_grad_()
+    mu, c = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (-3.0, 0.7))
+    h = lambda model, x, y, rows: (torch.sigmoid(lam[rows]) * F.cross_entropy(model(x), y, reduction="none")).mean()
+    g = lambda model, x, y: F.cross_entropy(mu.exp() * model(x), y)
+    options = {"local": lam, "group": group} if group else {}
+    with bilevel.inner(model, h, g, solver="gd", lr=0.3, engine=engine, **options) as loop:
+        for k in range(STEPS):
+            loop.step(x, y, torch.arange(len(x)))
+            loop.add_outer_loss(weight=c**k, outer=(x_val, y_val))
+            if k == 2:
+                loop.add_outer_loss(weight=c, loss=loop(x_val).square().mean() * mu.exp())
+        grads = loop.hypergrad([lam, mu, c, *model.parameters()])
+        return {"local": grads[0], "shared": [loop.value, *grads[1:]]}
+
+
 def sgd(parameters, rate):
     return torch.optim.SGD(parameters, rate, momentum=0.9, weight_decay=0.01)
 
@@ -137,6 +155,10 @@ CASES = {
     "cg": {"engine": "cg", **SETTLED},
     "neumann": {"engine": "neumann", **SETTLED},
     "features": {"run": features},
+    "on the way": {"run": on_the_way},
+    "on the way, sqrt": {"run": on_the_way, "engine": bilevel.Reverse(checkpoint="sqrt")},
+    "on the way, memory": {"run": on_the_way, "engine": bilevel.Reverse(memory="auto")},
+    "on the way, unrolled": {"run": on_the_way, "engine": "unroll"},
 }
 if hooks_on_saved is None:  # torch 2.6, where blocks= is off
     CASES = {name: case for name, case in CASES.items() if "blocks" not in name}

@@ -258,6 +258,32 @@ def test_engines_agree_with_differences_and_with_unroll(engine, data):
     assert error <= 1e-6
 
 
+@given(data=st.data())
+def test_outer_losses_on_the_way_are_those_of_shorter_loops(data):
+    """∇ Σ_k c_k·g(w_k) by any engine: the sum of c_k times the hypergradients of loops of k steps."""
+    case = data.draw(cases(steps=4))
+    how = data.draw(st.sampled_from(sorted(ENGINES)).flatmap(lambda name: ENGINES[name](case.model)))
+    c = data.draw(st.lists(st.floats(-2, 2), min_size=case.steps + 1, max_size=case.steps + 1))
+    note(f"{case.what}, {how}, {c}")
+    lam = list(case.lam.values())
+
+    def run(how: str | bilevel.Engine, steps: int, on_the_way: bool) -> Tensor:
+        torch.manual_seed(case.seed)
+        with bilevel.inner(*case.problem, engine=how, check=False, **case.options) as loop:
+            for k in range(steps + 1):
+                if k > 0:
+                    loop.step(*case.batch, outer=case.outer)
+                if on_the_way:
+                    loop.add_outer_loss(weight=c[k], outer=case.outer)
+            grads = loop.hypergrad(lam, outer=None if on_the_way else case.outer, allow_unused=True)
+        return torch.cat([grad.flatten() for grad in grads])
+
+    case.model.on = not how.keeps_graphs
+    together, apart = run(how, case.steps, True), [run("reverse", k, False) for k in range(case.steps + 1)]
+    size = sum(abs(x) * float(grad.norm()) for x, grad in zip(c, apart, strict=True))
+    assert float((together - sum(x * grad for x, grad in zip(c, apart, strict=True))).norm()) <= 1e-10 * size
+
+
 @given(cases())
 def test_forward_is_the_adjoint_of_reverse(case):
     """⟨J·v, u⟩ by forward mode, ⟨v, Jᵀ·u⟩ by reverse mode, J = ∂w_K/∂λ."""
