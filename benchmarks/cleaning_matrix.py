@@ -200,25 +200,26 @@ def page(results: Results, asked: argparse.Namespace) -> str:
     )
     return f"""# Where the noise matrix comes from
 
-T[c, y] is the probability that a row of class c was given the label y. The cleaning recipe learns it by exact
-hypergradients; here the same classifiers, folds and features are used with T found in other ways. These are the first
-classifiers of the recipe, of the features alone: its second ones, which see the neighbours of each row as well, are
-left out.
+T[c, y] is the probability that a row of class c was given the label y. `bilevel-clean` learns it by exact
+hypergradients. This study compares that with other ways to find T. All ways have the same classifiers, folds and
+features. The classifiers are the first ones of `bilevel-clean`, which see the features alone. Its second ones, which
+also see the neighbours of each row, are left out.
 
-| T | how |
+| T | how it is found |
 | --- | --- |
-| none | nearly the identity, 1 % wrong |
-| uniform | one rate for all classes, of highest likelihood |
-| counting | predicted class against given label |
+| none | almost the identity: 1 % of the labels wrong |
+| uniform | maximum likelihood, with one rate for all classes |
+| counting | how often each predicted class has each given label |
 | confident learning | `compute_confident_joint` of cleanlab |
-| EM | of highest likelihood, with uniform noise as prior |
-| hypergradients | EM, then {Options().outer_steps} outer steps; `gd`: inner steps on the unchecked rows alone |
+| EM | maximum likelihood, with uniform noise as prior |
+| hypergradients | EM, then {Options().outer_steps} outer steps |
 | the true T | counted with the true labels, which no method knows |
 
-T and a temperature of highest likelihood are estimated from held-out probabilities, in two rounds. A label is called
-wrong where its posterior probability is below one half: hardly ever where T has hardly any noise, so that the average
-precision tells more there. Mean ± standard deviation over {draws} draws; bold: the best and what is level with it
-(within 0.005 or within the standard deviation of the best), the true T aside.
+T and a temperature are estimated from held-out probabilities, in two rounds. A label is called wrong if its posterior
+probability is below one half. If T has almost no noise, hardly any label is called wrong, and the average precision
+says more than F1. The solvers are `bigsam`, and `gd`, whose inner steps use the unchecked rows alone. The figures are
+mean ± standard deviation over {draws} draws. Bold figures are the best, and those within 0.005 or one standard deviation
+of the best. The true T does not compete.
 
 {reading(results)}
 

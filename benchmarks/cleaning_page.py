@@ -111,26 +111,35 @@ def write(folder: Path, results: Results) -> None:
 
 
 NOTES = """\
-- **F1**: of the labels called wrong, among the rows that nobody has checked. **Average precision** and **precision at
-  100** judge the ranking alone, wherever the line is drawn (precision among the 100 lowest scores, or among as many as
-  there are wrong labels if these are fewer; ties count with their expectation).
-- **Bold**: the best mean, and each that is within 0.005 or within the best one's standard deviation of it.
-- All methods see the same features (`bilevel_recipes.clean.features`, `auto`), the given labels and which are checked.
-- **cleanlab**: `find_label_issues` and `get_label_quality_scores` with their defaults, on probabilities from five folds
-  of all rows, the checked ones with their right labels among them. Its model is scikit-learn's logistic regression as
-  it comes; *cleanlab-regularised*: C of 10⁻⁵ to 10² by cross-validation (on at most 10,000 rows);
-  *cleanlab-knn*: the nearest neighbours, k of 10, 20, 35 and 50 by cross-validation.
-- **checked-alone**: a logistic regression of the checked rows, C by cross-validation; a label is called wrong
-  where another one is predicted.
-- **Seconds of CPU time**: of all threads together; those of the features are to be added to each method.
-- Published labels count as true, and a few of them are wrong: no method can reach 1 everywhere.""".splitlines()
+- **F1** is that of the labels called wrong, among the rows that nobody has checked.
+- **Average precision** and **precision at 100** judge only the ranking. Precision at 100 is that among the 100 lowest
+  scores, or among as many as there are wrong labels if these are fewer. Ties count with their expectation.
+- **Bold** figures are the best mean, and those within 0.005 or one standard deviation of it.
+- All methods have the same features (`bilevel_recipes.clean.features`, `auto`), the given labels, and which rows are
+  checked.
+- **cleanlab** is `find_label_issues` and `get_label_quality_scores` with their defaults. Their probabilities come from
+  five folds of all rows, where checked rows have their right labels. The model is scikit-learn's logistic regression
+  with its defaults. In *cleanlab-regularised* its C is chosen from 10⁻⁵ to 10² by cross-validation (on at most 10,000
+  rows). In *cleanlab-knn* the model is k nearest neighbours, with k of 10, 20, 35 or 50 by cross-validation.
+- **checked-alone** is a logistic regression of the checked rows, with C by cross-validation. A label is called wrong if
+  it predicts another one.
+- **Seconds of CPU time** are those of all threads together. Those of the features come on top for each method.
+- Published labels count as true. A few of them are wrong, so no method can reach 1 everywhere.""".splitlines()
+
+
+def in_short(results: Results) -> list[str]:
+    """On how many sets each method is best or level with the best."""
+    found = [table(results, key, title) for key, title in QUALITY.items()]
+    rows = [[title, *lines[-1][1:]] for title, _, lines in found]
+    return ["On how many sets each method is the best, or level with the best:", "", *grid(["measure", *found[0][1][1:]], rows), ""]
 
 
 def markdown(results: Results) -> str:
     seeds = sorted({int(s) for row in results["results"].values() for rows in row.values() for s in rows})
     options = f"--seeds {len(seeds)}" + (f" --first-seed {seeds[0]}" if seeds[:1] > [0] else "")
     page = [
-        "# Finding wrong labels: many kinds of data sets", "",
+        "# How well wrong labels are found", "",
+        *in_short(results),
         f"Finished {results['when']}. {origin(results)} Mean ± standard deviation of the "
         f"draws with the seeds {', '.join(map(str, seeds))}. Made by", "",
         "```", f"python -m benchmarks.cleaning --data-root DIR {options} --threads {results['threads']} \\",

@@ -183,7 +183,7 @@ def _longer(records: list[Record], titles: dict[str, str]) -> str:
     steps = max(len(r["history"]) for r in records)
     return (
         f"The number of outer steps matters. After {steps} of them `bigsam` is above `gd` in "
-        f"{len(both) - len(passed)} of {len(both)} cells that were run so long; not in: {'; '.join(passed) or 'none'}."
+        f"{len(both) - len(passed)} of {len(both)} cells with so many steps. Exceptions: {'; '.join(passed) or 'none'}."
     )
 
 
