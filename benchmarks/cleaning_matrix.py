@@ -218,8 +218,8 @@ also see the neighbours of each row, are left out.
 T and a temperature are estimated from held-out probabilities, in two rounds. A label is called wrong if its posterior
 probability is below one half. If T has almost no noise, hardly any label is called wrong, and the average precision
 says more than F1. The solvers are `bigsam`, and `gd`, whose inner steps use the unchecked rows alone. The figures are
-mean ± standard deviation over {draws} draws. Bold figures are the best, and those within 0.005 or one standard deviation
-of the best. The true T does not compete.
+mean ± standard deviation over {draws} draws. Bold figures are the best, and those within 0.005 or one standard
+deviation of the best. The true T does not compete.
 
 {reading(results)}
 

@@ -131,7 +131,8 @@ def in_short(results: Results) -> list[str]:
     """On how many sets each method is best or level with the best."""
     found = [table(results, key, title) for key, title in QUALITY.items()]
     rows = [[title, *lines[-1][1:]] for title, _, lines in found]
-    return ["On how many sets each method is the best, or level with the best:", "", *grid(["measure", *found[0][1][1:]], rows), ""]
+    lead = "On how many sets each method is the best, or level with the best:"
+    return [lead, "", *grid(["measure", *found[0][1][1:]], rows), ""]
 
 
 def markdown(results: Results) -> str:
