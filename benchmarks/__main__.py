@@ -212,6 +212,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     setting, begin = Setting(size, args.threads, args.malloc), time.perf_counter()
     results: dict[str, Any] = report.load(args.out) if args.merge else {}
     machine = report.machine([r for r in RUNNERS if r.package])
+    if (before := results.get("machine", machine)["cpu"]) != machine["cpu"]:
+        parser().error(
+            f"--merge: what {args.out} has was measured on {before}, and this is {machine['cpu']}. Figures of two "
+            "machines are not mixed. Leave out --merge, or give another --out"
+        )
     machine["packages"] = results.get("machine", {}).get("packages", {}) | machine["packages"]  # of the parts that stay
     results |= {
         "setting": {"size": size, "threads": args.threads, "malloc": args.malloc, "rounds": rounds},

@@ -157,15 +157,15 @@ def error(length: int) -> float:
 def page(lengths: Sequence[int], shapes: Sequence[tuple[int, int, int]], rounds: int) -> str:
     limit, part = BY_LENGTH.bit_length() - 1, chunks.CHUNK.bit_length() - 1
     lines = [
-        "# Long attention",
+        "# What long attention costs",
         "",
         f"Made by `python -m benchmarks.attention --rounds {rounds}` on {machine([])['cpu']}, {os.cpu_count()} cores, "
-        f"one thread, torch {torch.__version__}. float32; peaks of the bytes that tensors hold; "
-        f"times are medians of {rounds} (of {3 * rounds} in the last table), plain and chunks in turns.",
+        f"one thread, torch {torch.__version__}, in float32. The memory is the peak of the bytes that tensors hold. "
+        f"The times are medians of {rounds} ({3 * rounds} in the last table), plain and chunks in turns.",
         "",
-        '"Plain" is the math kernel of PyTorch, the only one with a second derivative. "Chunks" are rows of queries, '
-        f"2^{part} scores at a time, or as many rows as a head has numbers. Their pullbacks differ by "
-        f"{error(lengths[1]):.0e} (relative, float64, L = {lengths[1]:,}).",
+        "**Plain** is PyTorch's math kernel, the only one with a second derivative. **Chunks** computes "
+        f"2^{part} scores at a time, for some rows of the queries, or for as many rows as a head has numbers. The two "
+        f"pullbacks differ by {error(lengths[1]):.0e} (relative, float64, L = {lengths[1]:,}).",
         "",
         f"## A pullback, ∇⟨∇ℓ, u⟩, of attention alone ({HEADS} heads of {WIDTH})",
         "",
@@ -181,9 +181,9 @@ def page(lengths: Sequence[int], shapes: Sequence[tuple[int, int, int]], rounds:
         "",
         "## From which length on",
         "",
-        f"A pullback computes every score three times in chunks, and once without. Below 2^{limit} scores that would "
-        "cost time and save little memory: there the block leaves the plain kernel as it is. (The tables above take "
-        "chunks at every length.) The pullback of attention alone:",
+        "A pullback computes every score three times with chunks, and once without. "
+        f"Below 2^{limit} scores chunks would cost time and save little memory, so there the block uses the plain kernel. "
+        "(The tables above use chunks at every length.) This is the pullback of attention alone:",
         "",
         *threshold(shapes, rounds),
         "",

@@ -10,6 +10,7 @@ import torch
 from problems import relative
 
 from benchmarks import goals, measure, page, quality, report, whole_run
+from benchmarks.__main__ import main
 from benchmarks.problems import make, mean_loss
 from benchmarks.runners import BY_NAME, RUNNERS, judge
 
@@ -275,3 +276,11 @@ def test_a_page_is_what_a_command_prints_with_its_notes(tmp_path, capfd):
     assert page.main([str(path), sys.executable, "-c", "print('# B'); raise SystemExit(3)"]) == 3
     assert path.read_text() == "# A\n\n## A note\n"
     capfd.readouterr()
+
+
+def test_figures_of_two_machines_are_not_mixed(tmp_path, capsys):
+    (tmp_path / "benchmarks.json").write_text('{"machine": {"cpu": "Another CPU"}}')
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), "--merge", "--parts", "overhead", "--size", "tiny"])
+    assert "measured on Another CPU" in capsys.readouterr().err
+    assert not (tmp_path / "benchmarks.md").exists()
