@@ -118,3 +118,27 @@ def test_bytes_that_a_step_leaves_behind(problem):
     assert stored(bilevel.Reverse("sqrt"))[0] <= 0.2 * weights
     assert stored("unroll")[0] <= 1.1 * by_hand
     assert stored(bilevel.Reverse(memory="1GiB"))[0] <= 1.1 * by_hand + weights
+
+
+@pytest.mark.parametrize("engine", ["reverse", bilevel.Reverse("sqrt")], ids=["reverse", "sqrt"])
+def test_bytes_that_an_outer_loss_on_the_way_leaves_behind(engine):
+    """None to speak of beside the weights, where its graph has forty times their bytes."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(7, 3), torch.randn(20, 7), torch.randint(3, (20,))
+    weights, lam = sum(p.nbytes for p in model.parameters()), torch.zeros(20, requires_grad=True)
+    h, g = weighted(lam)
+
+    def run(steps, losses):
+        with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=engine, check=False) as loop:
+            for _ in range(steps):
+                loop.step(x, y)
+                if losses:
+                    loop.add_outer_loss(outer=(x.repeat(2, 1), y.repeat(2)) if losses == "a batch each" else (x, y))
+            if losses:
+                loop.hypergrad(lam)
+
+    run(2, "one batch")
+    stored = lambda losses: (live(lambda: run(96, losses)) - live(lambda: run(32, losses))) / 64
+    assert stored("one batch") <= stored(None) + 0.3 * weights
+    batch = 2 * (x.nbytes + y.nbytes)
+    assert stored("a batch each") <= stored(None) + 0.3 * weights + 1.1 * batch
