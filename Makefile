@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # PAGE.md COMMAND: make a page of what the command prints, with the notes of PAGE_notes.md at its end.
 PAGE := $(BIN)/python -m benchmarks.page
 
-.PHONY: demo test lint types docs figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper few-shot few-shot-page bench \
+.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper few-shot few-shot-page bench \
 	bench-quick peers gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -40,7 +40,11 @@ types: $(VENV)/.test
 # The site; the tests build it too.
 docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "open $(CURDIR)/site/index.html, or, for the search: $(BIN)/mkdocs serve"
+	@echo "open $(CURDIR)/site/index.html"
+
+# Nothing on any page of the site is wider than a phone or a small screen; needs Chromium.
+widths: $(VENV)/.test
+	ALL_PAGES=1 $(BIN)/pytest tests/test_site.py -k wider
 
 # The pictures of the docs and the table of imports, each in less than a minute.
 figures: $(VENV)/.test

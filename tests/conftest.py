@@ -116,6 +116,20 @@ def inductor(compiler, monkeypatch):
     monkeypatch.setattr("bilevel_plugin.pullback.compiled.lookup_backend", lookup_backend)
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A Chromium, driven by playwright."""
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    options = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    with sync_api.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=chromium, args=options)
+        yield browser
+        browser.close()
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

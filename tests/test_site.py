@@ -23,13 +23,18 @@ def hooks():
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def built(tmp_path_factory):
     there = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(there)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | NEWS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
-    return {p.relative_to(there).as_posix(): p.read_text() for p in there.rglob("*.html")}
+    return there
+
+
+@pytest.fixture(scope="module")
+def site(built):
+    return {p.relative_to(built).as_posix(): p.read_text() for p in built.rglob("*.html")}
 
 
 class Fetched(HTMLParser):
@@ -52,6 +57,60 @@ def test_nothing_is_fetched_from_elsewhere(site):
         parser.feed(page)
         assert len(parser.found) > 2  # a style, a script
         assert not [x for x in parser.found if re.match(r"(https?:)?//", x)], name
+
+
+# What is wider than the page, and stands in nothing that scrolls.
+TOO_WIDE = """() => {
+  const wide = document.documentElement.clientWidth;
+  const scrolls = (e) => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+  const found = [...document.querySelectorAll(".md-content *")].filter((e) => {
+    const box = e.getBoundingClientRect();
+    return box.width > 0 && box.right > wide + 1 && !scrolls(e.parentElement);
+  });
+  const said = found.map((e) => `${e.localName} of ${Math.round(e.getBoundingClientRect().right)} px: `
+    + e.textContent.trim().slice(0, 60));
+  const over = document.documentElement.scrollWidth - wide;
+  return over > 0 ? [...said, `the page, by ${over} px`] : said;
+}"""
+
+
+def test_nothing_is_wider_than_the_screen(built, browser):
+    """A few pages; `make widths` goes over all. Code and tables may scroll inside of themselves."""
+    few = ["index", "reference", "have/loop", "tutorials/weights", "results/benchmarks", "notebooks/data_cleaning"]
+    pages = sorted(built.rglob("*.html")) if "ALL_PAGES" in os.environ else [built / f"{name}.html" for name in few]
+    page = browser.new_page()
+    found = {}
+    for path in pages:
+        page.goto(path.as_uri())
+        for width in (390, 1280):
+            page.set_viewport_size({"width": width, "height": 900})
+            if too_wide := page.evaluate(TOO_WIDE):
+                found[f"{path.relative_to(built)} at {width} px"] = too_wide[:3]
+    assert not found, "\n".join(f"{where}: {what}" for where, what in found.items())
+
+
+def test_what_is_too_wide_is_found(browser):
+    page = browser.new_page(viewport={"width": 390, "height": 900})
+    wide = '<p style="width: 500px">wide</p>'
+    page.set_content(f'<div class="md-content">{wide}</div>')
+    assert any("p of" in found for found in page.evaluate(TOO_WIDE))
+    page.set_content(f'<div class="md-content"><div style="overflow-x: auto">{wide}</div></div>')
+    assert page.evaluate(TOO_WIDE) == []
+
+
+def test_the_search_works_from_disk(built, browser):
+    page = browser.new_page()
+    page.goto((built / "have" / "loop.html").as_uri())
+    page.fill(".md-search__input", "stop_gradient")
+    page.wait_for_selector(".md-search-result__item")
+    assert "Reference" in page.inner_text(".md-search-result__list")
+
+
+def test_the_notebook_is_a_page(site):
+    page = site["notebooks/data_cleaning.html"]
+    assert page.count('<img alt="The picture that this cell draws"') == 2
+    assert "mean share of right labels" in page
+    assert 'href="notebooks/data_cleaning.html"' in site["data_cleaning.html"]
 
 
 @pytest.mark.parametrize("name", ["how-it-works", "how/step", "how/replay", "how/memory", "how/compile"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,26 +10,11 @@ import pandas as pd
 import pytest
 from clean_examples import example_rows, example_verdict
 
-from bilevel_recipes.clean import report
+from bilevel_recipes import on_page
 from bilevel_recipes.clean.decisions import decided, read_decisions
 from bilevel_recipes.clean.report import write_report
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on this machine (Debian: apt-get install chromium)"
-)
-OPTIONS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
 CLASSES = ["</script><b>cat</b>", 'dog, "old"; big', "two\nlines", "עברית"]
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +262,7 @@ def test_twenty_thousand_suspects_stay_quick(open_page, tmp_path):
 
 
 def test_pictures_in_the_folder_are_shown(open_page, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "INSIDE", 1000)
+    monkeypatch.setattr(on_page, "INSIDE", 1000)
     rows = example_rows("images", 40)
     folder = tmp_path / "my #1 report?"
     paths = write_report(folder / "a page #2.html", rows, example_verdict(rows), title="", settings={}, command="")
