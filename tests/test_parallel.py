@@ -162,6 +162,10 @@ def test_the_example_of_the_docs():
     assert sorted(ranks_) == ["0", "1"]
     assert shared[0] == shared[1]
     assert own[0] != own[1]
+    page = (HERE.parent / "docs" / "have" / "cluster.md").read_text(encoding="utf-8")
+    for rank, *grads in zip(ranks_, shared, own, strict=True):
+        shown = re.search(rf"rank {rank}: mu.grad (\S+), lam.grad (\S+)", page)
+        assert [float(x) for x in shown.groups()] == pytest.approx([float(x) for x in grads], rel=0.05)
 
 
 # --- models that reduce by themselves, and ranks that differ ---
