@@ -182,8 +182,8 @@ def page(lengths: Sequence[int], shapes: Sequence[tuple[int, int, int]], rounds:
         "## From which length on",
         "",
         "A pullback computes every score three times with chunks, and once without. "
-        f"Below 2^{limit} scores chunks would cost time and save little memory, so there the block uses the plain kernel. "
-        "(The tables above use chunks at every length.) This is the pullback of attention alone:",
+        f"Below 2^{limit} scores chunks would cost time and save little memory, so there the block uses the plain "
+        "kernel. (The tables above use chunks at every length.) This is the pullback of attention alone:",
         "",
         *threshold(shapes, rounds),
         "",
