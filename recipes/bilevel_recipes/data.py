@@ -31,7 +31,7 @@ _MOST = 2**28
 # Of an .npz: more than this, and far more than the file itself has, is no data set.
 _MOST_UNPACKED, _MOST_RATIO = 2**30, 100
 # The formats of images that are read: no other of Pillow's decoders, one of which runs a program (EPS, Ghostscript).
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 
 @dataclass(frozen=True)
@@ -347,9 +347,9 @@ def read_picture(file: Path, mode: str | None = None) -> Any:
     from PIL import Image
 
     try:
-        with Image.open(file, formats=_FORMATS) as image:
+        with Image.open(file, formats=FORMATS) as image:
             return image.convert(mode or ("L" if image.mode in ("1", "L") else "RGB"))
     except Exception as error:  # its decoders raise a dozen kinds; an image of absurd size among them
         raise ValueError(
-            f"recipes.data: {file} is not a readable image ({error}); {', '.join(_FORMATS)} are read"
+            f"recipes.data: {file} is not a readable image ({error}); {', '.join(FORMATS)} are read"
         ) from error

@@ -55,7 +55,7 @@ def curves(
 ) -> None:  # fmt: skip
     """Mean over seeds with a band of ± one standard deviation; seeds that took different times are averaged by step.
 
-    looks: colour and line style for each label.
+    looks: colour and line style for each label. More than four labels have no bands, which would hide each other.
     """
     for plain, (label, seeds) in zip(COLOURS * 3, lines.items(), strict=False):
         colour, style = looks[label] if looks else (plain, "-")
@@ -63,7 +63,7 @@ def curves(
         x = np.mean([np.asarray(x[:shortest], float) for x, _ in seeds], axis=0)
         y = np.array([np.asarray(y[:shortest], float) for _, y in seeds])
         ax.plot(x, y.mean(0), style, label=label, color=colour, marker="o", markersize=3)
-        if len(seeds) > 1:
+        if len(seeds) > 1 and len(lines) <= 4:
             ax.fill_between(x, y.mean(0) - y.std(0), y.mean(0) + y.std(0), color=colour, alpha=0.15, linewidth=0)
     if log:
         ax.set_xscale("log")

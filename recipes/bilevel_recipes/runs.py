@@ -212,6 +212,7 @@ def versions() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "bilevel_plugin": of("bilevel_plugin"),

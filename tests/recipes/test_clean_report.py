@@ -16,6 +16,7 @@ import pytest
 from clean_examples import example_rows, example_verdict
 from PIL import Image
 
+from bilevel_recipes import on_page
 from bilevel_recipes.clean import report
 from bilevel_recipes.clean.decisions import COLUMNS, decided, read_decisions, review_key
 from bilevel_recipes.clean.report import write_report
@@ -137,7 +138,7 @@ def test_no_data_becomes_markup_and_nothing_is_fetched(tmp_path):
 
 def test_many_pictures_go_to_a_folder_and_leave_it_again(tmp_path, monkeypatch):
     rows = example_rows("images")
-    monkeypatch.setattr(report, "INSIDE", 5000)
+    monkeypatch.setattr(on_page, "INSIDE", 5000)
     (path, folder), _ = _write(tmp_path, rows)
     data = Page(path).data
     assert folder == tmp_path / "report_files"

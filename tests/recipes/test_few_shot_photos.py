@@ -314,7 +314,7 @@ def test_bad_input_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "empty").mkdir()
     assert "has no images" in fails(capsys, tmp_path / "empty")
     (tmp_path / "text.txt").write_text("x")
-    assert "is neither; give a folder" in fails(capsys, tmp_path / "text.txt")
+    assert "is neither a folder nor a .csv file; give a folder" in fails(capsys, tmp_path / "text.txt")
     (tmp_path / "wrong.csv").write_text("path,label\na.png,x\n")
     assert "has no column file; its columns are path, label" in fails(capsys, tmp_path / "wrong.csv")
     write_digits(tmp_path / "one", range(1), 3)

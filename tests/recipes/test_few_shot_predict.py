@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from photo_folders import fails, noise, write_digits
 from PIL import Image
 
-from bilevel_recipes.clean import report
+from bilevel_recipes import on_page
 from bilevel_recipes.few_shot import page
 from bilevel_recipes.few_shot.__main__ import main, parse
 from bilevel_recipes.few_shot.encoder import Spec, build_body, save_encoder
@@ -281,7 +281,7 @@ def test_the_page_is_whole_and_escapes_names(hostile: Path) -> None:
 def test_many_pictures_are_files_beside_the_page(
     sets: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "INSIDE", 1000)
+    monkeypatch.setattr(on_page, "INSIDE", 1000)
     command = ["predict", "patches", *map(str, sets), "--out", str(tmp_path), "--quiet", "--overwrite"]
     assert main(command) == 0
     addresses = re.findall(r'src="(predictions_files/[^"]+)"', (tmp_path / "predictions.html").read_text())

@@ -151,6 +151,16 @@ def test_settings_that_differ_are_named_and_doubles_are_refused(
     assert list(found)[2:4] == ["gd, K = 1, eta 0.002", "gd, K = 2, eta 0.002"]
 
 
+def test_seeds_may_be_in_runs_of_their_own(studies: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text("## curves-gd other: Two\n")
+    other = changed(studies, tmp_path / "other", "curves-gd", lambda found: [r.update(seed=1) for r in found["runs"]])
+    assert results.main([str(notes), str(studies / "curves-gd"), str(other), "--out", str(tmp_path / "out")]) == 0
+    text = (tmp_path / "out" / "few_shot.md").read_text()
+    assert "2 seeds, 9 test tasks of each kind; ± is the 95 % interval over the seeds" in text
+    assert cells(text, "digits, conv4")["gd, K = 1"][1].endswith(" ± 0.00")
+
+
 def test_one_kind_of_task_at_several_rates_has_a_line_for_each(studies: Path, tmp_path: Path) -> None:
     def more(found: Any) -> None:
         found["runs"] += [{**copy.deepcopy(r), "lr": 0.9} for r in found["runs"]]

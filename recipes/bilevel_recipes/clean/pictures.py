@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from ..data import _FORMATS, inside
+from ..data import FORMATS, inside
 
 SUFFIXES = frozenset(
     [".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".pgm", ".pbm", ".pnm", ".tif", ".tiff", ".webp"]
@@ -25,11 +25,13 @@ LONGEST = 256
 Picture = NDArray[np.uint8]
 
 
-def read_pictures(cells: Sequence[Any], folder: Path) -> tuple[list[Picture | None], dict[int, str]]:
+def read_pictures(
+    cells: Sequence[Any], folder: Path, quiet: bool = False
+) -> tuple[list[Picture | None], dict[int, str]]:
     """Return an image for each cell (None where there is none), and why each of the others could not be read.
 
     A cell is a path inside the folder, the bytes of a file, or a mapping with `bytes` or `path`, as Hugging Face
-    stores images.
+    stores images. quiet: show no progress.
     """
     from PIL import Image
 
@@ -42,9 +44,8 @@ def read_pictures(cells: Sequence[Any], folder: Path) -> tuple[list[Picture | No
     with warnings.catch_warnings(), ThreadPool(min(8, 2 * (os.cpu_count() or 1))) as pool:
         # Between 90 and 180 million pixels Pillow only warns: with eight threads that would be 4 GB.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        found = list(
-            tqdm(pool.imap(read, cells, chunksize=16), "images", len(cells), leave=False, unit="image", delay=2)
-        )
+        done = pool.imap(read, cells, chunksize=16)
+        found = list(tqdm(done, "images", len(cells), leave=False, unit="image", delay=2, disable=quiet))
     reasons = {position: item for position, item in enumerate(found) if isinstance(item, str)}
     return [None if isinstance(item, str) else item for item in found], reasons
 
@@ -52,9 +53,9 @@ def read_pictures(cells: Sequence[Any], folder: Path) -> tuple[list[Picture | No
 def _picture(cell: Any, folder: Path) -> Picture:
     from PIL import Image
 
-    with Image.open(_locate(cell, folder), formats=_FORMATS) as image:
+    with Image.open(_locate(cell, folder), formats=FORMATS) as image:
         image.draft(None, (LONGEST, LONGEST))  # a JPEG is decoded at a fraction of its size, which is much faster
-        return _array(image)
+        return as_array(image)
 
 
 def _locate(cell: Any, folder: Path) -> Path | io.BytesIO:
@@ -74,7 +75,7 @@ def _locate(cell: Any, folder: Path) -> Path | io.BytesIO:
     return file
 
 
-def _array(image: Any) -> Picture:
+def as_array(image: Any) -> Picture:
     """Return an image as H × W (grey) or H × W × 3, 0 to 255, with transparent parts on white."""
     from PIL import Image, ImageOps
 

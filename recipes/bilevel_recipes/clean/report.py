@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
 from numpy.typing import NDArray
-from PIL import Image
 
-from .. import runs
+from .. import on_page, runs
 from .decisions import COLUMNS as DECISION_COLUMNS
 from .decisions import review_key
 from .rows import Rows
 from .verdict import Verdict
 
-INSIDE = 15_000_000  # characters of pictures or text that the page itself may hold
 REST = 200  # rows beyond the suspects that can be reviewed as well
-TINY, LARGEST = 64, 384  # pixels: up to TINY a picture is kept exactly, beyond LARGEST it is made smaller
 COLUMNS = 60  # of a table, shown for each row
-Picture = tuple[str, bytes]  # its format, and its content
 BARS, MATRIX, CONFUSIONS, BINS = 12, 30, 60, 40
 
 
@@ -145,78 +139,24 @@ def _content(
 ) -> tuple[list[Any], Path | None, dict[str, Any]]:
     """What is shown of each row; the folder of the pictures if there is one; and how to show it."""
     source = rows.content if rows.shown is None else rows.shown
-    folder = path.with_name(f"{path.stem}_files")
-    old = set(folder.glob("picture_*")) if folder.is_dir() else set[Path]()
+    folder = on_page.folder_beside(path)
     look: dict[str, Any] = {"columns": [], "pixelated": False, "large": False}
-    written: list[Path] = []
+    images = [source[i] for i in positions] if kind == "images" else []
+    addresses, written = on_page.place((None if x is None else on_page.shown(x) for x in images), folder)
     if kind == "images":
-        images = [source[i] for i in positions]
-        content, written = _pictures((_picture(x) for x in images), folder)
+        content = addresses
         side = max((max(x.shape[:2]) for x in images if x is not None), default=0)
-        grey = side <= TINY and all(_is_grey(x) for x in images if x is not None)
-        look |= {"pixelated": grey, "large": side > TINY}  # small photos are easier to recognise when smoothed
+        grey = side <= on_page.TINY and all(on_page.is_grey(x) for x in images if x is not None)
+        look |= {"pixelated": grey, "large": side > on_page.TINY}  # small photos are easier to recognise when smoothed
     elif kind == "text":
-        most = max(400, min(20_000, INSIDE // max(1, len(positions))))
+        most = max(400, min(20_000, on_page.INSIDE // max(1, len(positions))))
         content = [_shortened(str(source[i]), most) for i in positions]
     else:
         frame = source if isinstance(source, pd.DataFrame) else rows.table.iloc[rows.used]
         frame = frame.iloc[positions, :COLUMNS]
         look["columns"] = [str(c) for c in frame.columns]
         content = [[_cell(v) for v in line] for line in frame.itertuples(index=False, name=None)]
-    _remove(old - set(written), folder)
     return content, folder if written else None, look
-
-
-def _remove(stale: set[Path], folder: Path) -> None:
-    """Remove the pictures of the report that was here before, and their folder if nothing else is in it."""
-    for file in stale:
-        file.unlink()
-    if stale and not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def _pictures(pictures: Iterable[Picture | None], folder: Path) -> tuple[list[str | None], list[Path]]:
-    """The address of each picture: its data as long as all fit into the page, else a file in the folder."""
-    held: list[Picture | None] = []
-    inside, size = True, 0
-    files: list[Path | None] = []
-    for picture in pictures:
-        held.append(picture)
-        size += len(picture[1]) * 4 // 3 if picture else 0
-        if size > INSIDE:
-            inside = False
-            folder.mkdir(exist_ok=True)
-            files += [_file(folder, len(files) + k, one) for k, one in enumerate(held)]
-            held.clear()
-    if inside:
-        return [p and f"data:image/{p[0]};base64,{base64.b64encode(p[1]).decode()}" for p in held], []
-    return [file and f"{quote(folder.name)}/{file.name}" for file in files], [file for file in files if file]
-
-
-def _file(folder: Path, number: int, picture: Picture | None) -> Path | None:
-    if picture is None:
-        return None
-    file = folder / f"picture_{number:06d}.{picture[0]}"
-    file.write_bytes(picture[1])
-    return file
-
-
-def _picture(image: NDArray[np.uint8] | None) -> Picture | None:
-    """A small picture exactly, as PNG; a larger one as JPEG, of at most LARGEST pixels a side; None without one."""
-    if image is None:
-        return None
-    picture = Image.fromarray(image[..., 0] if image.ndim == 3 and image.shape[-1] == 1 else image)
-    buffer = io.BytesIO()
-    if max(picture.size) <= TINY:
-        picture.save(buffer, "PNG")
-        return "png", buffer.getvalue()
-    picture.thumbnail((LARGEST, LARGEST))
-    picture.save(buffer, "JPEG", quality=85)
-    return "jpeg", buffer.getvalue()
-
-
-def _is_grey(image: NDArray[np.uint8]) -> bool:
-    return image.ndim == 2 or image.shape[-1] == 1 or bool((image == image[..., :1]).all())
 
 
 def _shortened(text: str, most: int) -> str:

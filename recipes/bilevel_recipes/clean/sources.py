@@ -156,7 +156,7 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 # --- a folder of images ----------------------------------------------------------------------------------------
 
 
-def _images_below(folder: Path, without: Path | None = None) -> tuple[list[str], int]:
+def images_below(folder: Path, without: Path | None = None) -> tuple[list[str], int]:
     """Return the images in the folder, as relative paths in order, and how many other files there are."""
     images: list[str] = []
     others = 0
@@ -173,7 +173,7 @@ def _image_folder(folder: Path, verified: Path | None) -> Source:
     """Read the names of the images; the first folder of a path is the label."""
     home = Path(os.path.abspath(folder))
     second = None if verified is None else Path(os.path.abspath(verified))
-    files, others = _images_below(home, second)
+    files, others = images_below(home, second)
     if not files:
         raise ValueError(f"bilevel-clean: the folder {folder} has no images; give one with a folder for each class.")
     top = {file.split("/")[0] for file in files if "/" in file}
@@ -198,7 +198,7 @@ def _classes_of(files: list[str]) -> list[str | None]:
 
 def _add_verified(source: Source, second: Path) -> int:
     """Mark the images that are in both folders as checked, and add the other images of the second."""
-    files, others = _images_below(second)
+    files, others = images_below(second)
     if not files:
         raise ValueError(f"bilevel-clean: the folder of checked images {second} has no images.")
     first, known = source.folder, set(source.table["file"])

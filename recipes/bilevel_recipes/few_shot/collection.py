@@ -19,8 +19,8 @@ from PIL import Image
 from tqdm import tqdm
 
 from ..clean.pictures import Picture, read_pictures
-from ..clean.report import _is_grey
-from ..clean.sources import _images_below, open_source
+from ..clean.sources import images_below, open_source
+from ..on_page import is_grey
 
 LARGEST = 84  # pixels of a side, unless another size is given: that of MiniImageNet's usual protocol
 _SAMPLED = 200  # pictures by which size and colour are chosen
@@ -76,7 +76,7 @@ def labelled(path: Path, root: Path | None = None) -> Files:
     root: where the files of a CSV file are; its own folder by default.
     """
     if not path.is_dir() and path.suffix.lower() not in (".csv", ".tsv"):
-        state = "does not exist" if not path.exists() else "is neither"
+        state = "does not exist" if not path.exists() else "is neither a folder nor a .csv file"
         raise ValueError(
             f"bilevel-fewshot: {path} {state}; give a folder with one folder for each class, or a .csv file with the "
             "columns file and label."
@@ -90,7 +90,7 @@ def labelled(path: Path, root: Path | None = None) -> Files:
     if missing:
         raise ValueError(
             f"bilevel-fewshot: {path} has no column {' and no column '.join(missing)}; its columns are "
-            f"{', '.join(map(str, source.table.columns))}."
+            f"{', '.join(map(str, source.table.columns))}. Rename them, or give another file."
         )
     files = [str(cell) for cell in source.table["file"]]
     labels = ["" if not isinstance(cell, str) else cell.strip() for cell in source.table["label"]]
@@ -108,7 +108,7 @@ def unlabelled(path: Path) -> Files:
         return Files(home.parent, [home.name], [""], [], [])
     if not home.is_dir():
         raise FileNotFoundError(f"bilevel-fewshot: {path} does not exist; give a folder of pictures, or one picture.")
-    names, others = _images_below(home)
+    names, others = images_below(home)
     if not names:
         raise ValueError(f"bilevel-fewshot: the folder {path} has no pictures; give one that has.")
     warnings = [f"{others} files of {path} are not images by their suffix and were left out."] if others else []
@@ -125,7 +125,7 @@ def read(files: Files, each: Callable[[list[Picture]], NDArray[Any]], quiet: boo
     cells = files.cells
     skipped = list(files.skipped)
     for start in tqdm(range(0, len(cells), _CHUNK), "pictures", disable=quiet, unit="chunk", leave=False):
-        found, reasons = read_pictures(cells[start : start + _CHUNK], files.home)
+        found, reasons = read_pictures(cells[start : start + _CHUNK], files.home, quiet=True)
         skipped += [(files.names[start + i], why) for i, why in reasons.items()]
         good = [i for i, picture in enumerate(found) if picture is not None]
         kept += [start + i for i in good]
@@ -134,7 +134,8 @@ def read(files: Files, each: Callable[[list[Picture]], NDArray[Any]], quiet: boo
     if not kept:
         first = f" The first: {skipped[0][0]}: {skipped[0][1]}." if skipped else ""
         raise ValueError(
-            f"bilevel-fewshot: none of the {len(skipped)} pictures in {files.home} can be used.{first} Correct them."
+            f"bilevel-fewshot: none of the {len(skipped)} pictures in {files.home} can be used.{first} Give pictures "
+            "that open."
         )
     return np.concatenate(parts), chosen(files, kept, skipped)
 
@@ -155,10 +156,10 @@ def look(files: Files, size: int = 0, largest: int = LARGEST) -> Look:
     sides: list[int] = []
     colour = False
     for start in range(0, len(some), _CHUNK):
-        found, _ = read_pictures([cells[i] for i in some[start : start + _CHUNK]], files.home)
+        found, _ = read_pictures([cells[i] for i in some[start : start + _CHUNK]], files.home, quiet=True)
         pictures = [picture for picture in found if picture is not None]
         sides += [min(picture.shape[:2]) for picture in pictures]
-        colour = colour or any(not _is_grey(picture) for picture in pictures)
+        colour = colour or any(not is_grey(picture) for picture in pictures)
     side = size or int(np.clip(np.median(sides or [largest]), 8, largest))
     return Look(side, side, colour)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import runs
 from ..clean import backbones
-from ..clean.pictures import Picture, _array, read_pictures
+from ..clean.pictures import Picture, as_array, read_pictures
 from ..models import ENCODERS, build_encoder
 from .collection import Look, own_prefix, resize
 from .heads import Head
@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
 def _picture(one: Read) -> Picture:
     if isinstance(one, Image.Image):
-        return _array(one.copy())
+        return as_array(one.copy())
     if isinstance(one, np.ndarray):
         if one.dtype != np.uint8 or one.ndim not in (2, 3) or (one.ndim == 3 and one.shape[-1] != 3) or one.size == 0:
             raise ValueError(
@@ -93,7 +93,7 @@ def _picture(one: Read) -> Picture:
             f"bilevel-fewshot: a picture is a path, a PIL image or a uint8 array; got {type(one).__name__}."
         )
     file = Path(one).absolute()
-    [found], reasons = read_pictures([file], file.parent)
+    [found], reasons = read_pictures([file], file.parent, quiet=True)
     if found is None:
         raise ValueError(f"bilevel-fewshot: {one}: {reasons[0]}.")
     return found

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import Environment, PackageLoader
 
-from .. import runs
-from ..clean.report import _pictures, _remove
+from .. import on_page, runs
 
 if TYPE_CHECKING:
     from .predict import Predictions
@@ -25,12 +24,9 @@ def write_page(path: Path, found: Predictions, title: str, command: str) -> list
     Pictures that take more than about 15 MB are files in the folder NAME_files beside the page NAME.html.
     """
     env = Environment(loader=PackageLoader("bilevel_recipes.few_shot"), autoescape=True, trim_blocks=True)
-    folder = path.with_name(f"{path.stem}_files")
-    old = set(folder.glob("picture_*")) if folder.is_dir() else set[Path]()
     chosen = _support_rows(found)
     examples = [found.pictures[0][i] for i in chosen]
-    addresses, files = _pictures([*examples, *found.pictures[1]], folder)
-    _remove(old - set(files), folder)
+    addresses, files = on_page.place([*examples, *found.pictures[1]], on_page.folder_beside(path))
     shown = dict(zip(chosen, addresses, strict=False))
     page = env.get_template("predictions.html").render(
         title=title,

@@ -47,19 +47,20 @@ class Data:
     root: Folder = None
     """Folder that the files of a CSV file are in; without this flag, its own."""
     image_size: Whole = 0
-    """Pixels of a side that pictures are brought to; 0: the median of their shorter sides, at most 84; with --frozen,
-    what the model was made for."""
+    """Pixels of a side that pictures are brought to. 0: the median of their shorter sides, but at most 84; or, with
+    --frozen, the size that the model was made for."""
     augment: Annotated[str, value(str, "auto|none|flip|rotate", ("auto", "none", "flip", "rotate"))] = "auto"
-    """none; flip: mirror a random half of the training pictures; rotate: turns by 90° make classes of their own.
-    auto: none with --frozen, rotate for grey pictures or fewer than 10 training classes, else flip."""
+    """What is done to training pictures. flip: mirror a random half of them. rotate: turns by 90° are classes of their
+    own. none: nothing. auto: none with --frozen, otherwise rotate for grey pictures or fewer than 10 training classes,
+    and flip for all others."""
     ways: Count = 5
-    """Classes in a test task, or as many as there are."""
+    """Classes in a test task; fewer if there are not as many."""
     shots: Count = 1
     """Pictures of each class to learn from in a task."""
     test_tasks: Count = 600
-    """Test tasks."""
+    """How many test tasks there are."""
     seed: Whole = 0
-    """Of the split into classes, the initial weights and the tasks."""
+    """Random seed of the split of the classes, of the initial weights and of the tasks."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,21 @@ class Training:
     """The encoder and how it is trained."""
 
     encoder: Annotated[str, tyro.conf.arg(metavar="NAME")] = "conv4"
-    """conv4, conv4-pool, resnet18, torchvision:NAME or timm:NAME."""
+    """Which network: conv4, conv4-pool, resnet18, torchvision:NAME or timm:NAME."""
     weights: File = None
     """Weights of a torchvision or timm model; without this flag, those in its library's cache, if they are there."""
     frozen: Switch = False
     """Keep the weights; only the rates of the heads are learnt, in seconds, on features that are computed once."""
     solver: Annotated[str, value(str, "|".join(SOLVERS), list(SOLVERS))] = "bigsam"
-    """How heads are adapted in training."""
+    """How heads are adapted in training; gd takes no steps on the query pictures."""
     steps: Count = 5
-    """Steps of a head."""
+    """Steps that a head takes."""
     outer_steps: Whole = 0
-    """Meta-batches; 0: 300, and 100 with --frozen."""
+    """Length of the training, in batches of tasks. 0: 300, or 100 with --frozen."""
     images: Whole = 0
-    """Pictures in a meta-batch, about; 0: 400, and 100 for torchvision and timm models."""
+    """About how many pictures a batch of tasks has. 0: 400, or 100 for torchvision and timm models."""
     eta: Rate = 0.0
-    """Adam's rate; 0: 2e-3, 1e-4 for a model with trained weights, and 0.05 for the rates of heads with --frozen."""
+    """Adam's rate. 0: 2e-3; 1e-4 for a model with trained weights; 0.05 for the rates of heads with --frozen."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ def require_two(labels: Sequence[str], files: Files) -> None:
     if len(names) < 2:
         found = f"one class, {names[0]}" if names else "no class"
         raise ValueError(
-            f"bilevel-fewshot: {files.home} has {found}; at least two are needed, each a folder with pictures."
+            f"bilevel-fewshot: {files.home} has {found}; at least two are needed. In a folder of pictures, each class "
+            "is a folder of its own."
         )
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .. import runs, tables
 from ..clean.pictures import Picture
-from ..clean.report import Picture as Encoded
-from ..clean.report import _picture
+from ..on_page import Shown
+from ..on_page import shown as as_shown
 from ..patches import Patches
 from .collection import Files, labelled, look, read, resize, skipped_text, unlabelled
 from .encoder import load_encoder
@@ -47,7 +47,7 @@ class Command:
     overwrite: Switch = False
     """Replace the predictions in --out."""
     seed: Whole = 0
-    """Of the filters that patches are made of."""
+    """Random seed of the filters that patches are made of."""
     threads: Whole = 0
     """Torch threads; 0: torch's default."""
     quiet: Switch = False
@@ -83,7 +83,7 @@ class Predictions:
     right: int
     tried: int
     words: str
-    pictures: tuple[list[Encoded], list[Encoded]]
+    pictures: tuple[list[Shown], list[Shown]]
 
     @property
     def order(self) -> NDArray[np.int64]:
@@ -127,7 +127,7 @@ def predict(c: Command) -> Predictions:
     support, query = labelled(c.support), unlabelled(c.query)
     require_two(support.labels, support)
     extractor = _extractor(c, support)
-    shown: tuple[list[Encoded], list[Encoded]] = ([], [])
+    shown: tuple[list[Shown], list[Shown]] = ([], [])
     arrays: list[NDArray[Any]] = []
     kept: list[Files] = []
     for files, page in zip((support, query), shown, strict=True):
@@ -145,9 +145,9 @@ def predict(c: Command) -> Predictions:
     return Predictions(classes, kept[0], kept[1], p.numpy(), right, tried, extractor.words, shown)
 
 
-def _both(extractor: Extractor, pictures: list[Picture], page: list[Encoded]) -> NDArray[Any]:
+def _both(extractor: Extractor, pictures: list[Picture], page: list[Shown]) -> NDArray[Any]:
     """Keep what the page shows of the pictures, and return what the features are made of."""
-    page += [shown for picture in pictures if (shown := _picture(picture)) is not None]
+    page += map(as_shown, pictures)
     return extractor.each(pictures)
 
 

@@ -15,7 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import tyro
 
 from .. import plots, runs, tables
 from .output import Record
-from .study import UNTRAINED, elsewhere, over_seeds, summary
+from .study import UNTRAINED, Settings, elsewhere, over_seeds, summary
 
 PAGE, NAME = "few_shot.md", "few_shot"
 MOST = 8  # curves that can be told apart in one panel
@@ -123,9 +123,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         common = {key: found[key] for key in ("command", "settings", "versions")}
+        _machine(common)
         if "blocks" in found:
             return {**common, "blocks": [tables.block(*block) for block in found["blocks"]]}
-        settings = {**found["settings"], "outer_steps": found["settings"]["outer_steps"]}
+        found["settings"]["outer_steps"]  # a study has it
+        settings = {**json.loads(json.dumps(asdict(Settings()))), **found["settings"]}  # earlier ones had fewer flags
         return {**common, "settings": settings, "data": dict(found["data"]), "runs": [*map(_record, found["runs"])]}
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
@@ -182,7 +184,7 @@ def _measured(section: Section, studies: list[dict[str, Any]], pictures: dict[st
         title = ", ".join([titles[dataset], model, *_in_common(part)])
         blocks = [accuracy_table(title, part, names), difference_table(part, names)]
         parts += [tables.markdown([block]).strip() for block in blocks if block is not None]
-    parts.append(f"{_effort(studies_of_runs)} {_machine(studies_of_runs[0])}")
+    parts.append(f"{_effort(studies_of_runs, records)} {_machine(studies_of_runs[0])}")
     curves = [r for r in records if len(r["history"]) > 1]
     if curves:
         name = f"{NAME}_{section.names[0]}"
@@ -229,9 +231,9 @@ def differing(settings: list[dict[str, Any]]) -> list[str]:
 
 
 def _plain(value: Any) -> str:
-    return {True: "yes", False: "no", None: "none"}.get(value, str(value)) if not isinstance(value, list) else ",".join(
-        map(str, value)
-    )  # fmt: skip
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return {True: "yes", False: "no", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 # --- tables ----------------------------------------------------------------------------------------------------
@@ -330,12 +332,11 @@ def shown(command: str) -> str:
     return shlex.join(word for word in words if word != "--quiet")
 
 
-def _effort(studies: list[dict[str, Any]]) -> str:
-    records = [r for study in studies for r in study["runs"]]
-    counts = sorted({len({r["seed"] for r in study["runs"]}) for study in studies})
+def _effort(studies: list[dict[str, Any]], records: list[Record]) -> str:
+    counts = sorted({len(seeds) for seeds in _grouped(records, "seed").values()})
     tests = sorted({study["settings"]["test_episodes"] for study in studies})
-    minutes = sum(r["cpu_seconds"] for r in records) / 60
-    over = {True: "the tasks", False: "the seeds (Student's t)"}[counts == [1]]
+    minutes = sum(r["cpu_seconds"] for study in studies for r in study["runs"]) / 60
+    over = "the tasks" if counts == [1] else "the seeds (Student's t)" + (", or the tasks for one seed" * (1 in counts))
     bf16 = {bool(r.get("bf16")) for r in records if r["method"] != UNTRAINED}
     precision = " or ".join(name for name, value in (("bfloat16", True), ("float32", False)) if value in bf16)
     seeds = "one seed" if counts == [1] else f"{' or '.join(map(str, counts))} seeds"
@@ -347,9 +348,10 @@ def _effort(studies: list[dict[str, Any]]) -> str:
 
 def _machine(study: dict[str, Any]) -> str:
     v = study["versions"]
-    processor = [v["processor"]] if v.get("processor") else []
-    words = [*processor, f"torch {v['torch']}", v["cuda"] or "no GPU", f"{v['threads']} torch thread(s)"]
-    return ", ".join(words)[:1].upper() + ", ".join(words)[1:] + "."
+    threads = "one thread" if v["threads"] == 1 else f"{v['threads']} threads"
+    cores = [f"{v['cores']} cores"] if v.get("cores") else []
+    words = ", ".join([v["machine"], *cores, v["cuda"] or "no GPU", f"{threads} a process", f"torch {v['torch']}"])
+    return f"Machine: {words}."
 
 
 def figure(records: list[Record], names: Mapping[Line, str], titles: Mapping[str, str]) -> Any:
