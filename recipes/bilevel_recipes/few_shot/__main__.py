@@ -36,6 +36,8 @@ EXAMPLES = """examples:
   python -m bilevel_recipes.few_shot --omniglot --data-root DATA           one encoder for tasks of all kinds
   python -m bilevel_recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
       the paper's rates
+  python -m bilevel_recipes.few_shot --adapt all --solvers gd --lr 0.1 --rates tensor --losses-along 1000 \\
+      --dataset omniglot --data-root DATA --train-queries 5       all weights from a learnt start (MAML++)
   python -m bilevel_recipes.few_shot --dataset mini-imagenet --data-root DATA --model resnet18 --tasks 4
       DATA holds the cached pickles, or train.csv, val.csv, test.csv and images/
 """

@@ -18,8 +18,9 @@ Record = dict[str, Any]
 LEGEND = (
     "Accuracy on the queries of test tasks, whose classes were never trained on, in %, with its 95 % interval: over "
     "the tasks for one seed, over the seeds for several. Heads start from zero and take K steps of rate t on the "
-    "support set alone. After k: the same encoder with another number of steps. Nearest mean: no head, the nearest "
-    "class mean of the same features. With query labels: K BiG-SAM steps that see the labels they are judged by, as "
+    "support set alone; with --adapt all, encoder and head take them from the start that was learnt. After "
+    "k: the same encoder with another number of steps. Nearest mean: no head, the nearest class mean of the same "
+    "features. With query labels: K BiG-SAM steps that see the labels they are judged by, as "
     "the paper's wording would also allow; no user could take them. Seconds of training, evaluation not counted."
 )
 

@@ -303,7 +303,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     common = {"features": s.features, "batchnorm": s.batchnorm, "chunk": s.chunk}
     label, start = job.label, encoder
     if s.adapt == "all":
-        label = f"{label}, {adaptation(s)}"
+        label = f"{label}, {'all weights' if job.method == UNTRAINED else adaptation(s)}"
         start = Learner(encoder, train.shape, job.ways, job.steps, job.lr, s.rates)
 
     def test_now(module: nn.Module, ways: int, shots: int, leaky: int = 0, **options: Any) -> dict[str, Any]:
