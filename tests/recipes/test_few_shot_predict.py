@@ -127,13 +127,13 @@ def test_learnt_rates_have_a_lower_loss_than_those_they_start_from() -> None:
 def test_photographs_to_predictions_of_unseen_classes(
     sets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two commands, in far less than two minutes on one thread."""
-    begin = time.perf_counter()
+    """Two commands, in far less than two minutes of one core."""
+    begin = time.process_time()
     photos, run, out = write_digits(tmp_path / "photos", range(7), 30), tmp_path / "run", tmp_path / "out"
     assert main([str(photos), "--out", str(run), "--outer-steps", "60", "--threads", "1", "--quiet"]) == 0
     assert "Accuracy in % on 600 tasks of 2 test classes" in capsys.readouterr().out
     assert main(["predict", str(run), *map(str, sets), "--out", str(out), "--quiet"]) == 0
-    assert time.perf_counter() - begin < 120
+    assert time.process_time() - begin < 120
     rows = predictions(out)
     assert len(rows) == 30
     assert accuracy(rows) > 0.6

@@ -87,5 +87,5 @@ def _figures(found: Predictions) -> list[tuple[str, str, str]]:
         ("Pictures", f"{len(best):,}", f"{skipped} could not be read" if skipped else "all could be read"),
         ("Classes", str(len(found.classes)), f"learnt from {len(found.support.names)} pictures"),
         ("Leave-one-out accuracy", tried, why),
-        ("Close calls", f"{close:,}", f"the second class is less than {100 * _CLOSE:.0f} points behind"),
+        ("Close calls", f"{close:,}", f"orange edge: the second class is less than {100 * _CLOSE:.0f} points behind"),
     ]
