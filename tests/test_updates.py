@@ -197,7 +197,7 @@ def test_parameters_that_the_optimizer_does_not_hold_are_outer_variables():
 
 def test_wrong_optimizers():
     model, _, _ = problem()
-    with pytest.raises(ValueError, match=r"2 tensor.s. that are no parameters of the model"):
+    with pytest.raises(ValueError, match=r"2 tensor.s. that are not parameters of the model"):
         bilevel.inner(model, h, h, optimizer=torch.optim.SGD(nn.Linear(2, 2).parameters()))
     with pytest.raises(
         TypeError, match=r"(?s)LBFGS is not known.*Known are ASGD, Adadelta, .*@bilevel.optimizer_rule\(LBFGS\)"
