@@ -1,13 +1,15 @@
-"""Train and eval modes: each loss is run under those that it has in the plain loop."""
+"""Train and eval modes and random numbers: each loss is run under those that it has in the plain loop."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from plain_loop import MODELS, RATE, SAMPLES, data, everything, losses, start, train_and_eval, unchanged, worn
+from plain_loop import MODELS, RATE, SAMPLES, data, everything, losses, mlp, start, train_and_eval, unchanged, worn
 from problems import differences, weighted
+from torch import nn
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.conditions import drawn_from, random_states, set_random_states
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -82,3 +84,33 @@ def test_modes_that_g_sets_in_a_step_are_those_of_the_plain_loop(engine):
     unchanged(model, before)
     v = torch.randn(SAMPLES)
     assert abs(float(grad @ v) - differences(by_hand, lam, v)) < 1e-6 * float(grad.norm())
+
+
+def test_random_states_come_back_in_every_bit():
+    """The seed takes more than 32 bits, and so does the normal number that torch keeps for the next call."""
+    torch.manual_seed(2**40 + 1)
+    torch.randn(3)
+    before = random_states([])
+    expected = torch.randn(5), torch.rand(700)
+    packed = drawn_from(before, random_states([]))
+    assert drawn_from(before, before) is None
+    torch.manual_seed(0)
+    set_random_states(packed)
+    assert torch.equal(torch.get_rng_state(), before[None])
+    assert all(map(torch.equal, (torch.randn(5), torch.rand(700)), expected))
+
+
+def test_looking_at_the_value_draws_nothing_from_the_loop(engine):
+    """g has dropout too, and is evaluated between the steps, or is not."""
+    weights = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        model, lam = mlp(nn.Dropout(0.5)), start()
+        with bilevel.inner(model, *weighted(lam), solver="gd", lr=RATE, engine=engine, check=False) as loop:
+            for _ in range(3):
+                loop.step(*data(), outer=data(5))
+                if looks:
+                    assert loop.value == loop.value
+                    loop.hypergrad(lam)
+            weights.append([w.detach().clone() for w in loop.weights.values()])
+    assert all(map(torch.equal, *weights))

@@ -143,6 +143,17 @@ def test_what_changed_since_a_step_is_noticed(what, engine):
         assert relative(got, expected) < 1e-9
 
 
+def test_a_change_in_the_tenth_digit_is_noticed():
+    factor, lam = [1.0], start()
+    h, g = weighted(lam)
+    scaled = lambda m, *batch: factor[0] * h(m, *batch)
+    with bilevel.inner(mlp(), scaled, g, solver="gd", lr=RATE, check=False) as loop:
+        loop.run(2, *data(), outer=data(5))
+        factor[0] += 1e-10
+        with refused("run again for the hypergradient"):
+            loop.hypergrad(lam)
+
+
 @pytest.mark.parametrize("engine", ["reverse", "sqrt"])
 @pytest.mark.parametrize("by", [1.05, 0.97])
 def test_what_changed_is_noticed_under_autocast(engine, by):

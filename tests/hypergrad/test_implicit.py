@@ -92,3 +92,14 @@ def test_a_loop_that_has_not_settled_where_g_is_flat(engine):
             loop.hypergrad(lam)
         loop.run(500)
         torch.testing.assert_close(loop.hypergrad(lam), torch.tensor([1.0, 0.0]), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("tol", [1e-2, 1e-6])
+@pytest.mark.parametrize("kind", [bilevel.CG, bilevel.Neumann])
+def test_a_solve_ends_where_its_tolerance_is_reached(kind, tol):
+    """v − v·M = a for a symmetric M that contracts: the residual is at most tol·‖a‖, and not much less."""
+    basis = torch.linalg.qr(torch.randn(40, 40, dtype=torch.float64))[0]
+    matrix = basis @ torch.diag(torch.linspace(0.1, 0.95, 40, dtype=torch.float64)) @ basis.T
+    a = torch.randn(40, dtype=torch.float64)
+    v = kind(tol=tol).solve(lambda v: {"w": v["w"] @ matrix}, {"w": a})["w"]
+    assert tol / 20 < float((v - v @ matrix - a).norm() / a.norm()) <= tol
