@@ -103,17 +103,17 @@ class Output:
     out: Path
     """The folder to write to."""
     resume: bool = False
-    """Go on with the run in --out, to the same result."""
+    """Continue the run in --out, with the same result."""
     quiet: bool = False
     """Show no progress bars."""
 
 
 def parse(recipe: Recipe, argv: Sequence[str]) -> tuple[Any, Output]:
-    """Return the settings, and what to do with the results: flags over those of a preset over the defaults."""
+    """Return the settings and the output options; a flag overrides a preset, which overrides the default."""
     chosen = [name for name in recipe.presets if f"--{name}" in argv]
     if len(chosen) > 1:
         both = " and ".join(f"--{name}" for name in chosen)
-        print(f"python -m {recipe.module}: error: {both} set the same flags; give one of them", file=sys.stderr)
+        print(f"python -m {recipe.module}: error: {both} set the same flags. Give one of them.", file=sys.stderr)
         raise SystemExit(2)
     start = recipe.settings(**(recipe.presets[chosen[0]][1] if chosen else {}))
     groups: dict[str, Any] = {base.__name__.lower(): base for base in type(start).__bases__}
@@ -124,7 +124,7 @@ def parse(recipe: Recipe, argv: Sequence[str]) -> tuple[Any, Output]:
         for name, (words, values) in recipe.presets.items()
     ]
     presets = make_dataclass("Presets", switches, frozen=True)
-    presets.__doc__ = "Several settings at once; flags go over them."
+    presets.__doc__ = "Several settings at once; other flags override them."
     parts |= {"presets": presets()}
     kinds = [*((name, base, field()) for name, base in groups.items()), ("presets", presets, field())]
     flags = make_dataclass("Flags", [*kinds, ("output", Output)])
@@ -158,27 +158,27 @@ def main(recipe: Recipe, argv: Sequence[str] | None = None) -> int:
     keep_memory()
     try:
         ranks.join(s.device)
-        recipe.check(s)  # before anything is written: a wrong path is the commonest mistake
-        if ranks.first():
+        recipe.check(s)  # before anything is written, since a wrong path is the commonest mistake
+        if ranks.is_main():
             runs.open_folder(output.out, recipe.fingerprint(s), output.resume)
-        ranks.wait()
-        records = recipe.run(s, output.out, output.quiet or not ranks.first())
-        if not ranks.first():
+        ranks.barrier()
+        records = recipe.run(s, output.out, output.quiet or not ranks.is_main())
+        if not ranks.is_main():
             return 0
         command = shlex.join(["python", "-m", recipe.module, *(a for a in argv if a != "--resume")])
         table, page = recipe.write(s, records, output.out, command)
     except KeyboardInterrupt:
-        print(f"\nstopped; the same command with --resume goes on from {output.out}", file=sys.stderr)
+        print(f"\n{prog}: stopped. The same command with --resume continues from {output.out}.", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         hint = recipe.hint if isinstance(error, FloatingPointError) else ""
         print(f"{prog}: error: {error}{hint}", file=sys.stderr)
         return 2
     except RuntimeError as error:
-        if not ranks.lost(error):
+        if not ranks.is_lost(error):
             raise
-        print(f"{prog}: another process of this run is gone ({error}); --resume goes on from {output.out}, with any "
-              "number of processes", file=sys.stderr)  # fmt: skip
+        print(f"{prog}: another process of this run has ended ({error}). --resume continues from {output.out}, with "
+              "any number of processes.", file=sys.stderr)  # fmt: skip
         return 3
     finally:
         ranks.leave()

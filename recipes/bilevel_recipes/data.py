@@ -261,8 +261,8 @@ def _labels(where: Path, x: Array, y: Array) -> Array:
     """The labels of ten classes, one for each image."""
     if x.dtype != np.uint8 or x.ndim not in (3, 4) or y.shape != x.shape[:1] or y.dtype.kind not in "iu":
         raise ValueError(
-            f"recipes.data: {where} has images of {x.dtype} {x.shape} and labels of {y.dtype} {y.shape}; one label for "
-            "each uint8 image is due: fetch the files again"
+            f"recipes.data: {where} has images of {x.dtype} {x.shape} and labels of {y.dtype} {y.shape}, but needs "
+            "one label for each uint8 image; fetch the files again"
         )
     if len(y) == 0 or y.min() < 0 or y.max() > 9:
         raise ValueError(f"recipes.data: {where} has labels outside of 0 to 9, or none; fetch the files again")
@@ -293,8 +293,8 @@ def _member(tar: tarfile.TarFile, name: str) -> bytes:
     return raw
 
 
-def read_npz(path: Path, *due: str) -> dict[str, Array]:
-    """All arrays of an .npz, without pickle; an error if one that is due is not among them."""
+def read_npz(path: Path, *required: str) -> dict[str, Array]:
+    """Return all arrays of an .npz, without pickle; raise an error if a required one is missing."""
     if not path.is_file():
         raise FileNotFoundError(f"recipes.data: {path} does not exist")
     try:
@@ -308,26 +308,26 @@ def read_npz(path: Path, *due: str) -> dict[str, Array]:
         if "allow_pickle" in str(error):
             why = "holds pickled objects, which are never loaded; save plain arrays"
             raise ValueError(f"recipes.data: {path} {why}") from error
-        raise ValueError(f"recipes.data: {path} is damaged, or no .npz ({error}); fetch it again") from error
-    missing = [key for key in due if key not in found]
+        raise ValueError(f"recipes.data: {path} is damaged, or not an .npz ({error}); fetch it again") from error
+    missing = [key for key in required if key not in found]
     if missing:
         raise ValueError(f"recipes.data: {path} has no array {', '.join(missing)}; it has {', '.join(found) or 'none'}")
     return found
 
 
-def read_csv(path: Path, due: tuple[str, ...]) -> list[dict[str, str]]:
-    """The rows of a CSV with a header, each with a text in every column."""
+def read_csv(path: Path, columns: tuple[str, ...]) -> list[dict[str, str]]:
+    """Return the rows of a CSV with a header; every row has a text in every column."""
     try:
         with open(path, newline="", encoding="utf-8-sig") as handle:
             reader = csv.DictReader(handle, strict=True)
             rows: list[dict[Any, Any]] = list(reader)
     except (csv.Error, UnicodeError) as error:
-        raise ValueError(f"recipes.data: {path} is no CSV in UTF-8 ({error})") from error
-    if not rows or not set(due) <= rows[0].keys():
-        raise ValueError(f"recipes.data: {path} needs a header with {', '.join(due)}, and at least one row")
+        raise ValueError(f"recipes.data: {path} is not a CSV in UTF-8 ({error})") from error
+    if not rows or not set(columns) <= rows[0].keys():
+        raise ValueError(f"recipes.data: {path} needs a header with {', '.join(columns)}, and at least one row")
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
-            raise ValueError(f"recipes.data: row {number} of {path} has not as many columns as its header")
+            raise ValueError(f"recipes.data: row {number} of {path} has a different number of columns than its header")
     return rows
 
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 def join(device: str) -> None:
-    """Meet the other processes, if torchrun started this one."""
+    """Join the group of processes, if torchrun started this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         cuda = torch.device(device).type == "cuda"
         if cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # what "cuda" means from here on
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))  # from here on, "cuda" means this device
         dist.init_process_group("nccl" if cuda else "gloo")
 
 
@@ -34,13 +34,13 @@ def group() -> Any:
     return dist.group.WORLD if dist.is_initialized() else None
 
 
-def first() -> bool:
-    """Whether this process is the one that writes and talks."""
+def is_main() -> bool:
+    """Whether this process is the one that writes files and prints."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def wait() -> None:
-    """For all others to come here."""
+def barrier() -> None:
+    """Wait until all processes reach this call."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -64,6 +64,6 @@ def mean(x: Tensor, group: Any) -> Tensor:
     return x
 
 
-def lost(error: RuntimeError) -> bool:
-    """Whether the error is that another process is gone."""
+def is_lost(error: RuntimeError) -> bool:
+    """Whether the error means that another process has ended."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -67,7 +67,7 @@ def write_page(path: Path, page: str) -> None:
 
 def save(path: Path, state: dict[str, Any]) -> None:
     """A checkpoint of tensors and plain values. The one before it is kept beside it, in case the disk damages this."""
-    if not ranks.first():
+    if not ranks.is_main():
         return
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **state}, buffer)

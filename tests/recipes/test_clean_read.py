@@ -608,7 +608,7 @@ def test_refused_tables(frame: pd.DataFrame, options: dict[str, Any], sentence: 
         ("mine.csv", b"label,a\ncat,1\ndog,1,2\n", r"as many cells in each line"),
         ("mine.csv", b"label,a\n\xff\xfe,1\n", r"not a table in UTF-8"),
         ("mine.parquet", b"PAR1 nonsense", r"damaged, or not a \.parquet file"),
-        ("mine.npz", b"nonsense", r"is damaged, or no \.npz"),
+        ("mine.npz", b"nonsense", r"is damaged, or not an \.npz"),
     ],
 )
 def test_refused_files(tmp_path: Path, name: str, raw: bytes | None, sentence: str) -> None:

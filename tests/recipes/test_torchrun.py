@@ -81,6 +81,6 @@ def test_a_process_that_dies_stops_the_run_and_another_number_goes_on(alone, tmp
     os.kill(int(children[-1]), signal.SIGKILL)
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 1
-    assert "another process of this run is gone" in errors
+    assert "another process of this run has ended" in errors
     finish(3, "few_shot", FEW_SHOT, out, more=["--resume"])
     assert_same_encoder(out, alone / "few_shot")
