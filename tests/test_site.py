@@ -74,11 +74,18 @@ TOO_WIDE = """() => {
 }"""
 
 
-def test_nothing_is_wider_than_the_screen(built, browser):
+@pytest.fixture
+def page(browser):
+    page = browser.new_page()
+    page.set_default_timeout(120_000)  # of milliseconds: the machine may be busy
+    yield page
+    page.close()
+
+
+def test_nothing_is_wider_than_the_screen(built, page):
     """A few pages; `make widths` goes over all. Code and tables may scroll inside of themselves."""
     few = ["index", "reference", "have/loop", "tutorials/weights", "results/benchmarks", "notebooks/data_cleaning"]
     pages = sorted(built.rglob("*.html")) if "ALL_PAGES" in os.environ else [built / f"{name}.html" for name in few]
-    page = browser.new_page()
     found = {}
     for path in pages:
         page.goto(path.as_uri())
@@ -89,8 +96,8 @@ def test_nothing_is_wider_than_the_screen(built, browser):
     assert not found, "\n".join(f"{where}: {what}" for where, what in found.items())
 
 
-def test_what_is_too_wide_is_found(browser):
-    page = browser.new_page(viewport={"width": 390, "height": 900})
+def test_what_is_too_wide_is_found(page):
+    page.set_viewport_size({"width": 390, "height": 900})
     wide = '<p style="width: 500px">wide</p>'
     page.set_content(f'<div class="md-content">{wide}</div>')
     assert any("p of" in found for found in page.evaluate(TOO_WIDE))
@@ -98,8 +105,7 @@ def test_what_is_too_wide_is_found(browser):
     assert page.evaluate(TOO_WIDE) == []
 
 
-def test_the_search_works_from_disk(built, browser):
-    page = browser.new_page()
+def test_the_search_works_from_disk(built, page):
     page.goto((built / "have" / "loop.html").as_uri())
     page.fill(".md-search__input", "stop_gradient")
     page.wait_for_selector(".md-search-result__item")
