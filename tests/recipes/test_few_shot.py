@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import bilevel_plugin as bilevel
 from bilevel_recipes import malloc
 from bilevel_recipes.few_shot import Episodes, Images, evaluate, meta_train
-from bilevel_recipes.few_shot.evaluate import encoded, nearest_mean, score
+from bilevel_recipes.few_shot.evaluate import Views, encoded, nearest_mean, score
 from bilevel_recipes.few_shot.sources import Part, load
 from bilevel_recipes.few_shot.train import SOLVERS, annealed, encode_task, halves
 from bilevel_recipes.models import ENCODERS, build_encoder
@@ -316,3 +316,17 @@ def test_malloc_keeps_memory_where_it_is_glibcs(monkeypatch: pytest.MonkeyPatch)
     assert malloc.keep_memory() is False
     monkeypatch.setattr(malloc.sys, "platform", "darwin")
     assert malloc.keep_memory() is False
+
+
+def test_views_are_the_mean_of_mirrored_and_moved_images() -> None:
+    encoder = smooth().eval()
+    x = torch.rand(3, 1, 8, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(Views(encoder, ())(x), encoder(x))
+        assert torch.allclose(Views(encoder, ("mirror",))(x), (encoder(x) + encoder(x.flip(-1))) / 2)
+        moved = [x]
+        moved += [torch.cat([x[..., 1:], x[..., -1:]], -1), torch.cat([x[..., :1], x[..., :-1]], -1)]
+        moved += [torch.cat([x[..., 1:, :], x[..., -1:, :]], -2), torch.cat([x[..., :1, :], x[..., :-1, :]], -2)]
+        assert torch.allclose(Views(encoder, ("shift",))(x), sum(map(encoder, moved)) / 5)
+        both = [*moved, *(part.flip(-1) for part in moved)]
+        assert torch.allclose(Views(encoder, ("shift", "mirror"))(x), sum(map(encoder, both)) / 10)

@@ -61,6 +61,27 @@ def test_a_study_leaves_everything_behind(tmp_path: Path, capsys: pytest.Capture
         assert (out / f"{name}.svg").read_text().count("<path") > 5
 
 
+def test_test_views_and_test_turns_change_what_is_measured_and_not_the_training(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    for flags in ([], ["--test-views", "mirror,shift"], ["--test-turns", "1"]):
+        out = tmp_path / str(len(found))
+        assert main([*SMALL, "--ways", "3", "--baselines", "none", *flags, "--out", str(out)]) == 0
+        found += json.loads((out / "results.json").read_text())["runs"]
+    plain, views, turns = found
+    assert [point["mean"] for point in views["history"]] == [point["mean"] for point in plain["history"]]
+    assert views["scores"] != plain["scores"]
+    assert turns["scores"] != plain["scores"]
+    assert main([*SMALL, "--adapt", "all", "--test-views", "mirror", "--out", str(tmp_path / "all")]) == 2
+
+
+def test_omniglot_sets_the_flags_of_the_readme_and_none_is_written_as_none(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen, _ = shared.parse(RECIPE, ["--omniglot", "--seeds", "3"])
+    assert (chosen.dataset, chosen.ways, chosen.baselines, chosen.seeds) == (("omniglot",), (120,), (), 3)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--baselines none" in re.sub(r"[│╭╮╰╯─\s]+", " ", capsys.readouterr().out)
+
+
 def test_kill_and_resume_gives_the_same_bits(tmp_path: Path) -> None:
     command = [*SMALL, "--outer-steps", "40", "--save-every", "3", "--baselines", "none", "--solvers", "bigsam"]
     chosen, _ = shared.parse(RECIPE, command)

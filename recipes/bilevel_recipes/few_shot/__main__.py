@@ -66,6 +66,7 @@ OMNIGLOT_SETTINGS: dict[str, Any] = {
     "also": ("5x1", "5x5", "20x1", "20x5"),
     "curve_episodes": 50,
     "test_steps": (1, 5, 10, 20),
+    "test_views": ("shift",),
     "baselines": (),
     "precision": "auto",
 }

@@ -33,6 +33,34 @@ def score(accuracies: Tensor) -> Score:
     return Score(float(accuracies.mean()), 1.96 * deviation / len(accuracies) ** 0.5)
 
 
+VIEWS = ("mirror", "shift")
+
+
+class Views(nn.Module):
+    """The mean of an encoder's features over several views of each image.
+
+    mirror: the image, and the same with left and right swapped. shift: the image, and the same moved by 1/28 of its
+    shorter side (at least a pixel) to the left, right, top and bottom, where the border is repeated.
+    """
+
+    def __init__(self, encoder: nn.Module, views: Sequence[str]) -> None:
+        super().__init__()
+        self.encoder, self.views = encoder, views
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = [x]
+        if "shift" in self.views:
+            height, width = x.shape[-2:]
+            by = max(1, round(min(height, width) / 28))
+            wide = F.pad(x, (by,) * 4, mode="replicate")
+            places = [(by, 0), (by, 2 * by), (0, by), (2 * by, by)]
+            seen += [wide[..., top : top + height, left : left + width] for top, left in places]
+        if "mirror" in self.views:
+            seen += [part.flip(-1) for part in seen]
+        features = [self.encoder(part).flatten(1) for part in seen]
+        return torch.stack(features).mean(0) if len(features) > 1 else features[0]
+
+
 def evaluate(
     encoder: nn.Module,
     images: Images,

@@ -24,7 +24,7 @@ from ..models import ENCODERS, build_encoder
 from . import sources
 from .augment import Augment
 from .episodes import Episodes, Images
-from .evaluate import evaluate
+from .evaluate import VIEWS, Views, evaluate
 from .maml import RATES, Learner, evaluate_all, meta_train_all
 from .train import SOLVERS, meta_train
 
@@ -45,6 +45,8 @@ class Data:
     """Let torchvision fetch Omniglot into --data-root."""
     turns: Count = 4
     """1: images as they are; 2, 3, 4: each turn by 90° makes classes of its own."""
+    test_turns: Whole = 0
+    """The same for test classes; 0: as --turns says."""
     ways: Counts = (5,)
     """Classes in a task."""
     shots: Counts = (1,)
@@ -132,6 +134,9 @@ class Evaluation:
     """Numbers of adaptation steps to measure beside --steps."""
     test_episodes: Count = 1000
     """Test tasks."""
+    test_views: Annotated[tuple[str, ...], names(VIEWS)] = ()
+    """Features of a test image are the mean over it and other views of it. mirror: left and right swapped; shift: moved
+    by 1/28 of its side, in four directions. The evaluations on the way see the image alone."""
     curve_points: Count = 10
     """Evaluations on the way."""
     curve_episodes: Count = 200
@@ -233,7 +238,7 @@ def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
     return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def images(name: str, root: str | None, download: bool, turns: int, device: str, part: str) -> Images:
     """The classes of a split, normalised with mean and deviation of the training classes."""
     source = sources.load(name, root, download)
@@ -263,12 +268,12 @@ def check(s: Settings) -> None:
         tested = [*trained, *map(cells_of, s.also)]
         for part, cells, queries in ((s.train_on, trained, train_queries(s)), (s.test_on, tested, s.queries)):
             for ways, shots in cells:
-                _images(s, name, part).draw(1, ways, shots + queries, torch.Generator())
+                _images(s, name, part, test=part == s.test_on).draw(1, ways, shots + queries, torch.Generator())
 
 
 def _check_adaptation(s: Settings) -> None:
     """Refuse flags of one adaptation that were given for the other."""
-    only = {"head": ("features", "batchnorm", "chunk"), "all": ("first_order", "rates", "losses_along")}
+    only = {"head": ("features", "batchnorm", "chunk", "test_views"), "all": ("first_order", "rates", "losses_along")}
     (other,) = only.keys() - {s.adapt}
     for name in only[other]:
         if getattr(s, name) != getattr(Settings, name):
@@ -291,13 +296,14 @@ def _check_adaptation(s: Settings) -> None:
             )
 
 
-def _images(s: Settings, dataset: str, part: str) -> Images:
-    return images(dataset, s.data_root, s.download, s.turns, s.device, part)
+def _images(s: Settings, dataset: str, part: str, test: bool = False) -> Images:
+    turns = s.test_turns if test and s.test_turns else s.turns
+    return images(dataset, s.data_root, s.download, turns, s.device, part)
 
 
 def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
     """One run: train the encoder, then measure it on tasks of new classes."""
-    train, test = _images(s, job.dataset, s.train_on), _images(s, job.dataset, s.test_on)
+    train, test = _images(s, job.dataset, s.train_on), _images(s, job.dataset, s.test_on, test=True)
     encoder = build_encoder(job.model, train.shape, job.seed).to(s.device)
     episodes = Episodes(train, tasks(s, job), job.ways, job.shots, train_queries(s), job.seed, augment(s))
     common = {"features": s.features, "batchnorm": s.batchnorm, "chunk": s.chunk}
@@ -306,13 +312,16 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         label = f"{label}, {'all weights' if job.method == UNTRAINED else adaptation(s)}"
         start = Learner(encoder, train.shape, job.ways, job.steps, job.lr, s.rates)
 
-    def test_now(module: nn.Module, ways: int, shots: int, leaky: int = 0, **options: Any) -> dict[str, Any]:
+    def test_now(
+        module: nn.Module, ways: int, shots: int, leaky: int = 0, views: Sequence[str] = (), **options: Any
+    ) -> dict[str, Any]:
         if isinstance(module, Learner):
             found = evaluate_all(module, test, ways, shots, s.queries, **options)
         else:
             # the mean over n times as many classes has n times less gradient for each: t goes with the ways
             lr = job.lr * ways / job.ways
-            found = evaluate(module, test, ways, shots, s.queries, lr=lr, leaky=leaky, **options, **common)
+            seen = Views(module, views)
+            found = evaluate(seen, test, ways, shots, s.queries, lr=lr, leaky=leaky, **options, **common)
         return {name: asdict(score) for name, score in found.items()}
 
     others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
@@ -358,7 +367,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     steps = tuple(sorted({*s.test_steps, job.steps}))
     # other tasks than those of the curve: seed 1
     whole: dict[str, Any] = {"episodes": s.test_episodes, "steps": steps, "leaky": job.steps, "seed": 1}
-    scores, also = test_all(trained, **whole)
+    scores, also = test_all(trained, views=s.test_views, **whole)
     record |= {
         **asdict(job),
         "label": label,
