@@ -533,7 +533,7 @@ A block runs each case with {len(ENGINES)} engines. The peers run those without 
 `fused`, which choose a kernel and not a rule. Muon's Newton-Schulz iteration runs in bfloat16, and has no derivative:
 its end point is compared as it is, its hypergradient is that of the same iteration in float64.
 
-## Right, and how far off at most
+## How many cases are right
 """
 LIBRARIES = ("a block", "`higher`", "TorchOpt")
 
@@ -542,20 +542,24 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the peers' own, of torch's newer ways
     print(HEAD)
-    print("| class | cases | " + " | ".join(f"{who} | end point | hypergradient" for who in LIBRARIES) + " |")
-    print("| --- | ---: |" + " --- | ---: | ---: |" * len(LIBRARIES))
+    print(f"| class | cases | {' | '.join(LIBRARIES)} |\n| --- | ---: |{' --- |' * len(LIBRARIES)}")
+    largest: list[str] = []
     odd: dict[str, None] = {}  # in their order, each once
     for name, sets in OPTIONS.items():
         cases = [Case(name, i) for i in range(len(sets))] + [Case(name, setting=s) for s in SETTINGS]
         rules = [c for c in cases if c.setting != "scheduler" and not any(k in c.options for k in KERNELS)]
         ours = [judge(c, by_block(e)) for c in cases for e in ENGINES]
         found = (ours, [judge(c, by_higher) for c in rules], [judge(c, by_torchopt) for c in rules])
-        print(f"| {name} | {len(cases)} | " + " | ".join(f"{count(of)} | {worst(of)}" for of in found) + " |")
+        print(f"| {name} | {len(cases)} | {' | '.join(map(count, found))} |")
+        largest.append(f"| {name} | {' | '.join(map(worst, found))} |")
         for who, of in zip(LIBRARIES, found, strict=True):
             for f in of:
                 if f.outcome in ("wrong", "fails"):
                     said = f"{f.end:.0e} | {f.gradient:.0e}" if not f.note else f"{f.note[:100].replace('|', '/')} | –"
                     odd[f"| {who} | {f.case} | {said} |"] = None
+    print("\n## The largest errors\n\nRelative errors of the end point, and then of the hypergradient.\n")
+    print(f"| class | {' | '.join(f'{who}: end | gradient' for who in LIBRARIES)} |")
+    print("| --- |" + " ---: | ---: |" * len(LIBRARIES) + "\n" + "\n".join(largest))
     rounded = [errors(Case("Muon", i), "reverse")[1] for i in range(len(OPTIONS["Muon"]))]
     print("\nAs Muon runs, with the path of bfloat16, its hypergradient differs from that of float64 by ", end="")
     print(", ".join(f"{100 * e:.1f} %" for e in rounded) + " in its sets of options.")
