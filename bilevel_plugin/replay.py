@@ -38,7 +38,7 @@ from .pullback import micro
 from .pullback.base import Pull, Pulled
 from .session import NESTED
 from .step import LossMonitor, Moved, Step, Term, disconnected
-from .updates import SUM
+from .updates import SUM, weight_of
 
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
 _CHANGED = (
@@ -414,20 +414,43 @@ class RecordedStep(Recorded):
         into.collect(self.cut, wanted, pulled.wanted)
         return pulled
 
-    def check_end(self, z: State, to: State, after: State) -> None:
-        """Raise if a replayed step ends elsewhere than at first: what changed would make the gradient wrong."""
-        assert self.conditions is not None
+    def check_end(self, z: State, pulled: Pulled, after: State) -> None:
+        """Raise if a replayed step ends elsewhere than at first: what changed would make the gradient wrong.
+
+        The kernels that have a second derivative do not round as those that the step was taken with. Where a gradient
+        is 0 but for rounding, an update that divides by its size, such as Adam's, makes a whole step of it. So where
+        the ends differ, the step is run again with the kernels that it was taken with, and the gradients are compared.
+        """
         # where gradients are accumulated the weights stay: there is no length to compare the sum with
-        mine = {n: x.detach() for n, x in to.items() if n in after and x.is_floating_point() and not n.endswith(SUM)}
-        if not mine or all(x.device.type == "cpu" and same_bits(x, after[n]) for n, x in mine.items()):
+        to = {n: x.detach() for n, x in pulled.to.items() if not n.endswith(SUM)}
+        if self._ends_at(z, to, after):
             return
+        if pulled.direction:
+            step, moved = self.step, pulled.direction.keys()
+            with self._replaying(), step.binding.inside(z, self.buffers) as inside:
+                d = step.binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
+                again, *_ = step.updated(z, d, False)
+            again = {n: x.detach() if weight_of(n) in moved else to[n] for n, x in again.items() if n in to}
+            same = moved <= d.keys() and self._ends_at(z, again, after)
+            if same and self._is_close(pulled.direction, d, {}):
+                return
+        raise self.ended_elsewhere()
+
+    def _ends_at(self, z: State, to: State, after: State) -> bool:
+        mine = {n: x for n, x in to.items() if n in after and x.is_floating_point()}
+        if not mine or all(x.device.type == "cpu" and same_bits(x, after[n]) for n, x in mine.items()):
+            return True
+        return self._is_close(mine, after, z)
+
+    def _is_close(self, xs: State, others: State, start: State) -> bool:
+        """Whether these tensors are the others but for rounding, relative to how far those are from the start, or 0."""
+        assert self.conditions is not None
         with torch.no_grad():
-            off = norm(x - after[n] for n, x in mine.items())
-            size = norm(after[n] for n in mine)
-            length = norm(z[n] - after[n] for n in mine if n in z)
+            off = norm(x - others[n] for n, x in xs.items())
+            size = norm(others[n] for n in xs)
+            length = norm(start[n] - others[n] for n in xs if n in start) if start else size
             drift = off / (length + torch.finfo(size.dtype).eps * size + torch.finfo(size.dtype).tiny)
-        if drift.device.type != "meta" and not float(drift) <= self.conditions.precision**0.5:
-            raise self.ended_elsewhere()
+        return drift.device.type == "meta" or float(drift) <= self.conditions.precision**0.5
 
     # --- what an engine weighs ---
 

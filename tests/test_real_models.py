@@ -4,8 +4,10 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from problems import differences, hypergrad, relative, same, snapshot, value
 from real_models import ARCHITECTURES, problem
+from torch import nn
 
 import bilevel_plugin as bilevel
 
@@ -130,3 +132,103 @@ def test_random_numbers_are_drawn_anew_in_each_step_and_alike_in_its_replay():
         loop.hypergrad(lam)
         assert torch.equal(torch.get_rng_state(), after)  # the caller's stream is not touched by replays
     assert {bytes(s.numpy()) for s in drawn} == {bytes(s.numpy()) for s in steps}
+
+
+class OneHead(nn.Module):
+    """Attention whose keys have a bias: it moves no score against another, so that its gradient is rounding alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v).squeeze(1).mean(1))
+
+
+def with_adam(dtype, data, lam, steps=4, **options):
+    """A warm AdamW over `OneHead`, and its loss on the data."""
+    torch.manual_seed(1)
+    model = OneHead().double()
+    torch.manual_seed(2)
+    moments = [(0.1 * torch.randn_like(p), 0.01 + torch.rand_like(p)) for p in model.parameters()]
+    moments[1][1][8:16] = moments[1][0][8:16] = 0  # of the keys' biases: there, a step divides rounding by its size
+    model.to(dtype)
+    adam = torch.optim.AdamW(model.parameters(), 0.01, eps=1e-12)
+    for p, (mean, square) in zip(model.parameters(), moments, strict=True):
+        adam.state[p] = {"step": torch.tensor(9.0), "exp_avg": mean.to(dtype), "exp_avg_sq": square.to(dtype)}
+    x, y = data[0].to(dtype), data[1]
+
+    def h(model):
+        return (lam.sigmoid() * F.cross_entropy(model(x), y, reduction="none")).mean()
+
+    return model, h, lambda model: F.cross_entropy(model(x), y), adam
+
+
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["plain", "clipped"])
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_are_rounding_alone(seed, clip):
+    """The fused kernel, in the step, and the one with a second derivative round otherwise; Adam makes steps of it."""
+    data = torch.randn(6, 5, 8, dtype=torch.float64), torch.randint(3, (6,))
+
+    def plain_loop(lam):
+        model, h, g, adam = with_adam(torch.float64, data, lam)
+        for _ in range(4):
+            adam.zero_grad()
+            h(model).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            adam.step()
+        return g(model)
+
+    start = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    expected = []
+    for i in range(6):
+        e = torch.zeros(6, dtype=torch.float64)
+        e[i] = 1e-5
+        expected.append(((plain_loop(start + e) - plain_loop(start - e)) / 2e-5).detach())
+    lam = start.float().requires_grad_()
+    model, h, g, adam = with_adam(torch.float32, data, lam)
+    with bilevel.inner(model, h, g, solver="gd", optimizer=adam, clip=clip) as loop:
+        loop.run(4)
+        found = loop.hypergrad(lam)
+    assert relative(found.double(), torch.stack(expected)) < 1e-3
+
+
+def test_a_changed_loss_is_found_where_gradients_are_rounding_alone():
+    data = torch.randn(6, 5, 8, dtype=torch.float64), torch.randint(3, (6,))
+    lam = torch.zeros(6, requires_grad=True)
+    model, h, g, adam = with_adam(torch.float32, data, lam)
+    direction = [1.0]
+
+    def turned(model):  # the same value, another gradient
+        w = model.out.bias
+        return h(model) + direction[0] * (w - w.detach()).sum()
+
+    with bilevel.inner(model, turned, g, solver="gd", optimizer=adam, check=False) as loop:
+        loop.run(2)
+        direction[0] = 1.1
+        with pytest.raises(RuntimeError, match=r"step k = 2, run again for the hypergradient, ended elsewhere"):
+            loop.hypergrad(lam)
+
+
+def test_a_gradient_that_is_another_with_a_graph_is_found():
+    """Run again without a graph, the step ends where it ended; with one, by which it is differentiated, elsewhere."""
+
+    class Turned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, a):
+            return 1.1 * a if torch.is_grad_enabled() else a
+
+    lam = torch.zeros(3, requires_grad=True)
+    model = nn.Linear(3, 1)
+    h = lambda m: (m(lam.exp() * torch.eye(3)) - Turned.apply(m.bias)).square().sum()
+    adam = torch.optim.AdamW(model.parameters(), 0.01)
+    with bilevel.inner(model, h, lambda m: m.weight.square().sum(), solver="gd", optimizer=adam, check=False) as loop:
+        loop.run(2)
+        with pytest.raises(RuntimeError, match=r"ended elsewhere"):
+            loop.hypergrad(lam)

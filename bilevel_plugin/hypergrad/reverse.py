@@ -496,7 +496,7 @@ class _ReverseTape(Tape):
                 pass
             elif traced is None:
                 pulled = step.pull(z, a, wanted, found, self._pull, after)
-                step.check_end(z, pulled.to, after)
+                step.check_end(z, pulled, after)
                 new = pulled.adjoint
                 del pulled
             else:

@@ -26,6 +26,7 @@ class Pulled:
     wanted: Sequence[Tensor | None]  # a·∂Φ for each wanted tensor
     to: State  # z⁺, as far as its values were computed
     values: State  # the values of the losses
+    direction: State | None = None  # d, as far as its numbers were computed; None if z⁺ is that of another d
 
 
 Pull = Callable[[Step, State, State, State, Sequence[Tensor], State | None], Pulled]
@@ -81,7 +82,9 @@ def pull_through(
     if not inside.taking.without_graph:
         to.update({name: x.detach() for name, x in followed.items()})
     through = dict(zip(named, grads, strict=False))
-    return joined(step, after_update, through, inside.statistics, grads[len(named) :], to, found.values)
+    pulled = joined(step, after_update, through, inside.statistics, grads[len(named) :], to, found.values)
+    pulled.direction = {n: x.detach() for n, x in direction.items() if n not in found.without_value}
+    return pulled
 
 
 def joined(
