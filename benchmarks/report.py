@@ -119,13 +119,14 @@ def origin(results: dict[str, Any]) -> str:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    page = ["# Side by side with other libraries", "", f"{origin(results)} The commands were", ""]
-    page += ["```", *results["commands"], "```", ""]
-    page += ["`python -m benchmarks.report` writes this page from `benchmarks.json`, without measuring anything.", ""]
+    page = ["# Time and memory beside other libraries", ""]
     table = {n: results["table"][n] for n in NAMES if n in results.get("table", {})}
     if table:
         page += ["## In short", "", *summary(table), "", "![time against memory](benchmarks_pareto.png)", ""]
         page += ["## How to read the tables", "", *NOTES, *repeated(table), ""]
+    page += ["## How the figures were made", "", f"{origin(results)} The commands were", ""]
+    page += ["```", *results["commands"], "```", ""]
+    page += ["`python -m benchmarks.report` writes this page from `benchmarks.json`, without measuring anything.", ""]
     for name, found in table.items():
         page += large(name, found, table) if name in LARGE else problem(name, found, table)
     for part, write in (("box", out_of_the_box), ("growth", growth), ("overhead", overhead), ("long", long),
