@@ -135,8 +135,8 @@ omniglot-solvers = --omniglot --model conv4 --outer-steps 800 --curve-points 8 $
 figure4-paper = --paper $(SHORT) --steps 1,5,10,20
 figure4-rates = $(SHORT) --solvers gd,bigsam --lr 0.8,1.6,4,8,16 --curve-points 1 --test-on val --seeds 1
 figure4 = $(SHORT) --solvers gd,bigsam --lr 4 --steps 1,5,10,20
-tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 60 --train-queries 1 --images 120 --chunk 120 --lr 4.8 --eta 0.003 --mirror \
-	--shift 0.05 --test-turns 1 --test-views mirror --outer-steps 300 --also 5x1,5x5,20x1,20x5 --curve-points 6 --curve-episodes 100 --test-episodes 1000 \
+tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 20 --train-queries 1 --images 120 --chunk 120 --lr 1.6 --eta 0.003 --mirror \
+	--shift 0.05 --test-turns 1 --test-views mirror --outer-steps 300 --also 5x1,5x5,20x5 --curve-points 6 --curve-episodes 100 --test-episodes 1000 \
 	--test-steps 5 --baselines none --solvers gd,bigsam --seeds 3
 figure5-paper = --paper --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
 STUDIES = omniglot omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper
