@@ -1,17 +1,17 @@
-"""The model as a function of its weights and buffers, and the model as it was, to be put back.
+"""The model as a function of its weights and buffers. After the block the model is restored to what it was.
 
-There are two ways for weights to enter a loss.
+The weights can enter a loss in two ways.
 
-- *Own parameters*: w_k is written into the model's own parameters, which are the leaves that derivatives are taken
-  for. The loss runs as it does in the plain loop: aliases, hooks, closures over `model.parameters()` and backward
-  passes that run a part of the model again see the right weights by construction. This is for engines that keep no
-  graph from one step to the next.
-- *Swapped in*: the weights are tensors of their own, with a graph (`unroll`, `memory=`) or a task dimension. They
-  take the places of the parameters while a loss and its derivative are computed, as in `torch.func.functional_call`,
-  with the places looked up once.
+- *Own parameters*: w_k is written into the model's own parameters. These are the leaves for which derivatives are
+  taken. The loss runs as it does in the plain loop: aliases, hooks, closures over `model.parameters()` and backward
+  passes that run a part of the model again all see the right weights. This is for engines that keep no graph from one
+  step to the next.
+- *Swapped in*: the weights are separate tensors, with a graph (`unroll`, `memory=`) or a task dimension. They replace
+  the parameters while a loss and its derivative are computed, as in `torch.func.functional_call`. Where the
+  parameters are in the model is looked up only once.
 
-Buffers are swapped in both ways, so that a loss may update them in place. Between the steps the model's own tensors
-hold the numbers of the current state.
+Buffers are swapped in either way, so that a loss may update them in place. Between the steps the model's own tensors
+hold the values of the current state.
 """
 
 # pyright: reportPrivateUsage=false
@@ -43,48 +43,48 @@ from .models import has_weight_norm, inner_parameters, refuse_model, refuse_shar
 from .session import Session
 
 _RUNNING = ("running_mean", "running_var")
-OWNER = "_bilevel_loop"  # the attribute of a tensor that says whose weights it holds
-AUX = "_bilevel_aux"  # the attribute of a tensor that a loss returned beside its value, and that depends on the weights
+OWNER = "_bilevel_loop"  # the attribute of a tensor that names the loop whose weights it holds
+AUX = "_bilevel_aux"  # the attribute of a tensor that a loss returned beside its value, if it depends on the weights
 
 
 @dataclass
 class Inside:
-    """What is in the model while a loss runs."""
+    """The tensors that are in the model while a loss runs."""
 
-    weights: State  # as the losses see them: a direction is taken for these
-    leaves: State  # as the step began from them: a step is differentiated for these
-    statistics: State  # buffers that are state, and can be differentiated for
+    weights: State  # the weights that the losses use; the direction is the gradient for these
+    leaves: State  # the weights that the step started from; the step is differentiated for these
+    statistics: State  # the buffers that are part of the state and can be differentiated for
     watched: State  # other buffers that a step has changed
     buffers: Callable[[], State]
-    swapped: State  # every tensor that takes the place of one of the model's
+    swapped: State  # all tensors that replace tensors of the model
     taking: TakingDirection
 
 
 class Binding:
     """The model as a function of the weights w (its trainable parameters) and of its buffers.
 
-    With an optimizer, w is what the optimizer holds; any other trainable parameter stays in the model and may be an
+    With an optimizer, w is what the optimizer holds. Any other trainable parameter stays in the model, and may be an
     outer variable.
     """
 
     tasks: int | None = None
     vmaps_losses: bool = False
-    batch_dimension: int = 0  # of the tensors of a batch: the one that has the samples
-    share: float = 1.0  # of this process in a mean over all processes that take part
+    batch_dimension: int = 0  # the dimension of the tensors of a batch that counts the samples
+    share: float = 1.0  # the weight of this process in a mean over all ranks
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, own_parameters: bool = True
     ) -> None:
         refuse_model(model)
-        # A block inside of a loss, on the very model of that loss, must not write to it: the loss is in the midst of
-        # its graph. The weights of such a block are swapped in alone, as those of tasks are.
+        # A block inside a loss, on the same model as that loss, must not write to the model: the graph of the loss is
+        # still being built. The weights of such a block are only swapped in, as those of tasks are.
         self.holds = not any(id(m) in modules for modules in active_models() for m in model.modules())
         self.model, self.own_parameters = model, own_parameters
         self.parameters = inner_parameters(model, optimizers)
         self.modules = tuple(model.modules())
         self._module_ids = frozenset(map(id, self.modules))
         self._children = [(m._modules, tuple(m._modules.values())) for m in self.modules]
-        # a buffer that requires grad is an outer variable, and stays where it is
+        # a buffer that requires grad is an outer variable, and is not swapped
         self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None and not b.requires_grad}
         refuse_shared_memory(model, self.parameters)
         tracked = {
@@ -96,13 +96,13 @@ class Binding:
         }
         self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
         self.moving: set[str] = set()  # the statistics that a step of this loop has changed
-        self.changing: set[str] = set()  # the other buffers, of floating-point numbers, that it has
-        self.stops_gradients = False  # a loss has called `stop_gradient`
-        self.aux: dict[str, Any] = {}  # what the losses returned beside their values, the last time
+        self.changing: set[str] = set()  # the other floating-point buffers that a step of this loop has changed
+        self.stops_gradients = False  # whether a loss has called `stop_gradient`
+        self.aux: dict[str, Any] = {}  # what the losses last returned beside their values
         self.warns = True
-        self.token = object()  # on the weights of every step of this loop
-        self.looked_at: set[object] = set()  # losses that were evaluated before
-        self.noted: dict[int, Any] = {}  # leaves that they use and that do not require grad, by id
+        self.token = object()  # marks the weights of every step of this loop
+        self.evaluated_losses: set[object] = set()  # the losses that were evaluated before
+        self.noted: dict[int, Any] = {}  # the leaves that they use and that do not require grad, by id
         self.graphs_are_kept = False
         self._parameter_places = _places(self.modules, "_parameters", self.parameters)
         self._buffer_places = _places(self.modules, "_buffers", self.buffers)
@@ -114,17 +114,17 @@ class Binding:
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
         self.weight_norm = any(map(has_weight_norm, self.modules))
         self.padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
-        self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by a name of its own
+        self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by another name
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: Session | None = None
-        self.opened = 0  # when the block was opened, in autograd's own count
-        self._held: State | None = None  # the state whose numbers the model's own tensors have
+        self.opened = 0  # autograd's sequence number at which the block was opened
+        self._held: State | None = None  # the state whose values the model's own tensors hold
         self._buffers: State = {}
         self._versions: list[int] = []
 
     @property
     def key(self) -> tuple[object, ...]:
-        """A key that is equal for bindings that do the same."""
+        """A key that is equal for bindings with the same places in the same modules."""
         return tuple((id(holder), name, n) for holder, name, n in (*self._parameter_places, *self._buffer_places))
 
     @property
@@ -133,90 +133,90 @@ class Binding:
         shapes = tuple((n, p.shape, p.dtype) for n, p in self.parameters.items())
         return tuple((type(m), m.training) for m in self.modules), shapes
 
-    # --- several inner problems, or several processes, in one: see tasks.py and parallel.py ---
+    # --- hooks for several inner problems (tasks.py) and for several processes (parallel.py) ---
 
     def repeat_for_tasks(self, x: Tensor) -> Tensor:
-        """A tensor of the model, once for every inner problem."""
+        """Return a tensor of the model, repeated for each inner problem."""
         return x
 
     def map_over_tasks(self, function: Callable[[State], State], d: State) -> State:
-        """function(d) for every inner problem."""
+        """Return function(d), computed for each inner problem."""
         return function(d)
 
     def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the tensors of one inner problem, for those of every one."""
+        """Turn a function of the tensors of one inner problem into a function of the tensors of all of them."""
         return function
 
     def total(self, value: Tensor) -> Tensor:
-        """One number for the loss: its sum over the tasks."""
+        """Return the loss as a scalar: its sum over the tasks."""
         return value
 
     def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
-        """Raise if the batch of the loss can't be what it should be."""
+        """Raise if the batch can't be one of this loss."""
 
     def initial_weights(self) -> State:
-        """w_0, still attached to the model's parameters."""
+        """Return w_0, with the graph that leads to the model's parameters."""
         with torch.enable_grad():
             return {n: self.repeat_for_tasks(p) for n, p in self.parameters.items()}
 
     def means_of_losses(self, values: State, what: str = "") -> State:
-        """The values of losses, by name, over all processes that take part, which all do `what`."""
+        """Average the values of the losses over the ranks. Raise unless `what` is the same on each of them."""
         return values
 
     def mean_of_direction(self, d: State) -> State:
-        """The gradient of the mean loss, from that of this process's loss."""
+        """Return the gradient of the mean loss over the ranks, from the gradient of this process's loss."""
         return d
 
     def sum_over_ranks(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Adjoints of the weights, from what this process's loss gives to them."""
+        """Reduce over ranks: sum what the loss of each process contributes to the adjoint."""
         return grads
 
     def weights_for_losses(self, w: State) -> State:
-        """The weights as the losses of this process see them, where graphs are kept."""
+        """Return the weights that the losses of this process use, where graphs are kept."""
         return w
 
     def count_once_across_ranks(self, x: Tensor) -> Tensor:
-        """A tensor that every process uses in the same way outside of the losses: a rate, an option."""
+        """Count once the gradient of a tensor that each rank uses outside the losses, such as a rate or an option."""
         return x
 
     def check_same_on_all_ranks(self, tensors: State) -> None:
-        """Raise if the processes that take part hold different numbers."""
+        """Raise if the values of these tensors differ between ranks."""
 
     def announce(self, action: str) -> None:
-        """Raise if the processes that take part are about to do different things."""
+        """Raise if the ranks are about to do different things."""
 
     def all_agree(self, ok: bool) -> bool:
-        """Whether this is true in every process that takes part."""
+        """Return whether this is true on every rank."""
         return ok
 
     def largest_on_any_rank(self, *numbers: int) -> tuple[int, ...]:
-        """The largest of each number among the processes that take part."""
+        """Return the maximum of each number over the ranks."""
         return numbers
 
-    shards: bool = False  # each of several processes keeps a part of a state that all of them hold
+    shards: bool = False  # whether each rank stores only its part of a state
 
     def shard(self, z: State) -> State:
-        """What this process keeps of a state."""
+        """Return the part of a state that this process stores."""
         return z
 
     def unshard(self, kept: State) -> State:
-        """The state again, from what each process has kept of it."""
+        """Return the whole state, from the parts that the ranks store."""
         return kept
 
     def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients for the inputs, from the parts that this process has of them."""
+        """Return the gradients for the inputs, from the contributions of this process."""
         return list(parts)
 
-    # --- the block: what the model was, and what it holds now ---
+    # --- the block: what the model held before it, and what it holds now ---
 
     def open(self) -> None:
-        """Save what is in the model, until `close`."""
+        """Save the values of the model's tensors, which `close` restores."""
         written = (*self.parameters.values(), *self.buffers.values()) if self.holds else ()
         self._session = Session.open(self.model, self.parameters, written, self.note_versions)
         self.opened = sequence_number()
 
     def close(self) -> None:
-        """Put back what was in the model."""
+        """Restore the values that `open` saved."""
         if self._session is not None:
             with EXCLUSIVE:
                 self._session.close()
@@ -224,19 +224,19 @@ class Binding:
         self._held = None
 
     def keep(self) -> None:
-        """Leave what is in the model now for after the block."""
+        """Keep the present values of the model after the block."""
         assert self._session is not None
         self._session.remember_values()
 
     @property
     def remembered_weights(self) -> State:
-        """The numbers of w_0 that are put back after the block, which nobody writes to."""
+        """The saved values of w_0, which are restored after the block and never written to."""
         assert self._session is not None
         held = {id(t): saved for t, saved in self._session.values} if self.tasks is None else {}
         return {n: held[id(p)] for n, p in self.parameters.items() if id(p) in held}
 
     def hold(self, z: State, buffers: State) -> None:
-        """Write the numbers of this state into the model's own tensors."""
+        """Write the values of this state into the model's own tensors."""
         if not self.holds or self._held is z:
             return
         with torch.no_grad():
@@ -249,13 +249,13 @@ class Binding:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """The parameters were written to by us: only what comes after is a change by hand."""
+        """Record the versions of the parameters after a write of this loop. A later change is one by hand."""
         self._versions = [p._version for p in self.parameters.values()]
 
     def check_held(self, z: State, k: int, *, numbers: bool = True) -> None:
-        """Raise if the model is not as the last step left it.
+        """Raise if the model was changed since the last step.
 
-        Without `numbers`, weights whose version has not moved are taken for what they were: the step that follows
+        Without `numbers`, the values of weights with an unchanged version are not compared. The step that follows
         compares them in any case (`check_not_written`).
         """
         assert self._session is not None
@@ -284,7 +284,7 @@ class Binding:
         for (n, p), version in zip(self.parameters.items(), self._versions, strict=True):
             x = z[n]
             same = p._version == version and p.shape == x.shape and p.dtype == x.dtype
-            if p.device.type == "cpu" and (numbers or not same):  # a change that was taken back is none
+            if p.device.type == "cpu" and (numbers or not same):  # values may be back
                 same = same_bits(p, x)
             if not same and not p.is_meta:
                 raise RuntimeError(
@@ -309,7 +309,7 @@ class Binding:
             )
 
     def check_not_written(self, z: State, k: int) -> None:
-        """Raise if a loss has written to the weights in a way that does not move their version."""
+        """Raise if a loss has written to the weights in a way that leaves their version unchanged."""
         if self.holds:
             for n, p in self.parameters.items():
                 if p.device.type == "cpu" and not same_bits(p, z[n]):
@@ -328,7 +328,7 @@ class Binding:
         )
 
     def warn_if_read(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Warn once that a loss reads a buffer that a step has changed by a rule whose derivative is not known."""
+        """Warn once if a loss uses a buffer that a step has changed by a rule whose derivative is not known."""
         for n, grad in grads.items():
             if self.warns and grad is not None and (grad.is_meta or bool(grad.any())):
                 self.warns = False
@@ -347,10 +347,10 @@ class Binding:
     def inside(
         self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False, twice: bool | None = None
     ) -> Generator[Inside]:
-        """Weights and buffers in the model, to compute losses and their derivatives in.
+        """Put weights and buffers into the model, to compute losses and their derivatives.
 
-        With `graph`, buffers that are state can be differentiated if `statistics` says so, and so can a gradient, a
-        second time, unless `twice` says otherwise.
+        With `graph`, a gradient can be differentiated a second time, unless `twice` is False. With `graph` and
+        `statistics`, the buffers that are part of the state can be differentiated for.
         """
         follow = {n for n in self.statistics if n in z} if graph and statistics else set[str]()
         followed: State = {}
@@ -390,11 +390,11 @@ class Binding:
                 yield inside
             finally:
                 self.stops_gradients = self.stops_gradients or inside.taking.stops
-                torch.clear_autocast_cache()  # what a backward pass ran again may have left copies there
+                torch.clear_autocast_cache()  # a backward pass that ran code again may have left copies there
 
     @contextmanager
     def swapped(self, tensors: State, taking: TakingDirection | None = None) -> Generator[Inside]:
-        """These tensors in the places of the parameters and buffers of the same names."""
+        """Replace the parameters and buffers of the same names by these tensors."""
         places = [place for place in (*self._parameter_places, *self._buffer_places) if place[2] in tensors]
         before = [holder[name] for holder, name, _ in places]
         try:
@@ -409,21 +409,21 @@ class Binding:
         return {n: holder[name] for holder, name, n in self._buffer_places}
 
     def buffers_of(self, modules: Sequence[nn.Module]) -> State:
-        """The buffers that are in these modules just now."""
+        """Return the present buffers of these modules."""
         holders = {id(m._buffers) for m in modules}
         return {n: holder[name] for holder, name, n in self._buffer_places if id(holder) in holders}
 
     def put_buffers(self, buffers: State) -> None:
-        """Put these in the places of the buffers of the same names, for the rest of an evaluation."""
+        """Replace the buffers of the same names by these, for the rest of an evaluation."""
         for holder, name, n in self._buffer_places if buffers else ():
             if n in buffers:
                 holder[name] = buffers[n]
 
     def _takes_kernels_of_plain_loop(self, graph: bool, follow: bool) -> bool:
-        """Whether a gradient by the kernels of the plain loop is, to rounding, that of the others.
+        """Return whether the kernels of the plain loop give the same gradient, up to rounding, as the other kernels.
 
-        On a device they may draw other random numbers. Running statistics and padded rows have a gradient in g, and
-        none in the plain loop.
+        On a device the kernels may draw different random numbers. Running statistics and padded rows have a gradient
+        in g, and none in the plain loop.
         """
         others = follow or (graph and self.padded)
         return not (others or self.devices or self.weight_norm or self.long_attention or self.vmaps_losses)
@@ -431,9 +431,9 @@ class Binding:
     def twice_differentiable(
         self, taking: TakingDirection | None = None, *, statistics: bool = True, compiled: bool = False
     ) -> AbstractContextManager[Any]:
-        """Keep out the kernels whose second derivative is missing or wrong.
+        """Avoid the kernels whose second derivative is missing or wrong.
 
-        With `taking`, so are those that are constant in the direction of a step and not in its derivative.
+        With `taking`, also avoid those that are constant in the direction of a step but not in its derivative.
         """
         return twice_differentiable(
             recurrent_on_gpu=self._recurrent_on_gpu,
@@ -444,9 +444,9 @@ class Binding:
         )
 
     def _first_look(self, name: str, loss: Loss) -> AbstractContextManager[Any]:
-        if (key := (name, code_of(loss))) in self.looked_at:
+        if (key := (name, code_of(loss))) in self.evaluated_losses:
             return _NOTHING
-        self.looked_at.add(key)
+        self.evaluated_losses.add(key)
         return self._looking(FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept))
 
     @contextmanager
@@ -456,11 +456,11 @@ class Binding:
         self.long_attention = self.long_attention or long.seen
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
-        """function(model, *args), with what is inside."""
+        """Return function(model, *args), with the tensors of `inside` in the model."""
         return function(self.model, *args, **kwargs)
 
     def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
-        """The value of loss(model, *batch), or an error that says what is wrong with it."""
+        """Return the value of loss(model, *batch), or raise an error that says what is wrong with it."""
         self.check_batch(name, batch)
         active_models().append(self._module_ids)
         inside.taking.losses += 1
@@ -486,10 +486,10 @@ class Binding:
         finally:
             active_models().pop()
             inside.taking.evaluating = False
-            # autocast keeps a copy of every weight until its block ends: K sets of them, some made under no_grad,
-            # and two losses that share a copy would add their gradients in low precision
+            # autocast caches a copy of every weight until its block ends. That would be K sets of copies, some made
+            # under no_grad, and two losses that share a copy would add their gradients in low precision.
             torch.clear_autocast_cache()
-        # a block inside of the loss, on the same model, has written to it and put back what was there
+        # a block inside the loss, on the same model, has written to the model and restored it
         versions = self._versions if inside.weights is self.parameters else before
         for (n, x), version in zip(inside.weights.items(), versions, strict=True):
             if x._version != version:
@@ -497,7 +497,7 @@ class Binding:
         return self.total(value)
 
     def value(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
-        """The value of loss(model, *batch) alone: nothing of it is looked at or remembered."""
+        """Return the value of loss(model, *batch), without any check or record."""
         active_models().append(self._module_ids)
         try:
             return self.total(self.call(lambda *args: value_and_aux(name, loss(*args))[0], inside, batch))
@@ -505,9 +505,9 @@ class Binding:
             active_models().pop()
 
     def _as_aux(self, x: Tensor) -> Tensor:
-        """What a loss returned beside its value, without its graph; marked, since a later batch must not have it."""
+        """Detach a tensor that a loss returned beside its value, and mark it, so that no later batch can have it."""
         held = {t.data_ptr() for t in (*self.parameters.values(), *self.buffers.values()) if not t.is_meta}
-        y = x.detach().clone() if not x.is_meta and x.data_ptr() in held else x.detach()  # the model moves on
+        y = x.detach().clone() if not x.is_meta and x.data_ptr() in held else x.detach()  # which the next step changes
         if x.requires_grad:
             setattr(y, AUX, self.token)
         return y
@@ -515,7 +515,7 @@ class Binding:
 
 @contextmanager
 def _first_look(look: FirstLook, model: nn.Module) -> Generator[None]:
-    """Watch operations, and calls of modules that are quantised: these have no derivative for their input."""
+    """Watch the operations of a loss, and refuse quantised modules, which have no derivative for their input."""
     names = {id(m): n for n, m in model.named_modules()}
 
     def watch(module: nn.Module, args: Any) -> None:
@@ -536,7 +536,8 @@ def _first_look(look: FirstLook, model: nn.Module) -> Generator[None]:
         handle.remove()
 
 
-# torch's own. (bitsandbytes computes in differentiable products on dequantised weights, which is exact.)
+# Those of torch. (bitsandbytes computes differentiable products of dequantised weights, which is exact.)
+
 _QUANTISED = (
     "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized", "torch.nn.quantized",
 )  # fmt: skip
@@ -552,7 +553,7 @@ def writes_to_weight(name: str, weight: str) -> str:
 
 @contextmanager
 def _silenced(hooks: list[Any]) -> Generator[None]:
-    """Hooks on parameters belong to the direction (see updates.py), not to its derivative."""
+    """Switch off hooks on parameters, which belong to the direction (see updates.py) and not to its derivative."""
     kept = [dict(h) for h in hooks]
     for h in hooks:
         h.clear()
@@ -569,6 +570,9 @@ _NOTHING = nullcontext()
 def _places(
     modules: Iterable[nn.Module], kind: str, tensors: Mapping[str, Tensor]
 ) -> list[tuple[dict[str, Any], str, str]]:
-    """Every place that holds one of them: tied weights have several, a submodule under two names is one place."""
+    """Return each place that holds one of these tensors.
+
+    Tied weights have several places. A submodule under two names is one place.
+    """
     names = {id(t): n for n, t in tensors.items()}
     return [(vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names]
