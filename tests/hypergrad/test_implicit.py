@@ -50,7 +50,7 @@ def test_implicit_engines_say_when_they_fail():
     ridge = Ridge.random()
     with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver="gd", lr=0.1, engine=bilevel.Neumann(3)) as loop:
         loop.run(300)
-        with pytest.raises(RuntimeError, match=r"bilevel.Neumann: it has a relative residual of .* after 3 iterations"):
+        with pytest.raises(RuntimeError, match=r"bilevel.Neumann: the relative residual is .* after 3 iterations"):
             loop.hypergrad(ridge.lam)
     bent = lambda m: (m.w.square() * ridge.lam).sum() / 2
     with bilevel.inner(ridge.model(), bent, ridge.g, solver="gd", lr=10.0, engine="neumann") as loop:
