@@ -1,4 +1,4 @@
-"""The handle of a block: it takes the inner steps and gives the gradients of the outer loss."""
+"""The handle of a block takes the inner steps and computes the gradients of the outer loss."""
 
 # pyright: reportPrivateUsage=false
 
@@ -64,7 +64,7 @@ class Losses(NamedTuple):
 
 
 class Loop:
-    """The handle of a block: takes the inner steps and gives the gradients of the outer loss."""
+    """The handle of a block. It takes the inner steps and computes the gradients of the outer loss."""
 
     def __init__(
         self,
@@ -105,13 +105,13 @@ class Loop:
         binding.warns = check is not False
         binding.graphs_are_kept = engine.keeps_graphs
         self._last: dict[object, RecordedStep] = {}  # the last step of each kind
-        self._accumulated: list[Tensor] = []  # losses since the last step
-        self._reductions: dict[object, Reduction] = {}  # of losses that were taken in parts
-        self._trained: set[str] = set()  # weights that some step has moved
-        self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # of batches, where a graph holds on to them
-        self._outer_variables: list[tuple[Tensor, int]] = []  # that a kept graph has found, with their versions
-        self._added: list[Tensor] = []  # values of the outer losses that were added, times their weights
-        self._outer_of_added: tuple[Any, ...] | None = None  # the last batch of g among them
+        self._accumulated: list[Tensor] = []  # the losses that were accumulated since the last step
+        self._reductions: dict[object, Reduction] = {}  # whether a loss is a mean or a sum, for micro=
+        self._trained: set[str] = set()  # the weights that some step has moved
+        self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # some entries of the batches that graphs refer to
+        self._outer_variables: list[tuple[Tensor, int]] = []  # outer variables of kept graphs, with their versions
+        self._added: list[Tensor] = []  # the values of the added outer losses, times their weights
+        self._outer_of_added: tuple[Any, ...] | None = None  # the last batch of g among the added losses
         self._k = 0
         self._mark = sequence_number()
         self._closed = False
@@ -129,13 +129,13 @@ class Loop:
         fetch: Callable[[], Any] | None = None,
         **named: Any,
     ) -> Losses:
-        """One inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule on it.
+        """Take one inner step: w ← w − c_h·∇h(w, *batch) − c_g·∇g(w, *outer), or the optimizer's rule for it.
 
         Args:
             batch: the arguments of h after the model. Keyword arguments are passed on (`loop.step(**batch)`).
             outer: the batch of g. It is used until another one is given.
-            only: an optimizer of this loop, a module, or parameters. The gradient is taken for these weights, and
-                only these move.
+            only: an optimizer of this loop, a module, or parameters. The gradient is taken for these weights, and no
+                others change.
             h: another inner loss, for this step.
             micro: split the batches of h and g into this many parts along their first dimension. Only the graph of one
                 part exists at a time, in the step and in its derivative; the result is the same. The losses must be
@@ -297,7 +297,7 @@ class Loop:
         return moved
 
     def _note_kept_graph(self, k: int, leaves: Iterable[Tensor], terms: Sequence[Term]) -> None:
-        """Note what the kept graphs of step k refer to, to find out when it is changed."""
+        """Record what the kept graphs of step k refer to, so that a later change of it is noticed."""
         if self._engine.keeps_graphs:
             self._sample(k, terms)
         if self._engine.keeps_graphs or self._engine.traces_steps:
@@ -308,7 +308,7 @@ class Loop:
     def _fetched(
         self, fetch: Callable[[], Any] | None, batch: tuple[Any, ...], named: dict[str, Any]
     ) -> Generator[tuple[tuple[Any, ...], dict[str, Any], tuple[Source, Conditions] | None]]:
-        """The batch of h, and where it can be had again, if it is to be fetched and not to be kept."""
+        """Yield the batch of h, and its source if it is to be fetched again instead of being kept."""
         if fetch is None:
             yield batch, named, None
             return
@@ -317,14 +317,14 @@ class Loop:
                 "bilevel.inner: a step was given a batch, and fetch= to get one. Give one of the two; what h takes "
                 "besides the batch can be returned by fetch as well."
             )
-        with EXCLUSIVE:  # between this look at the random states and the one after the step nobody else may draw
+        with EXCLUSIVE:  # no other thread may draw between this reading of the random states and that after the step
             conditions = Conditions(self._binding, others=True)
             args, named, source = Source.of(fetch)
-            again = self._tape.replays and not self._engine.keeps_graphs  # else graphs hold on to the batch anyway
+            again = self._tape.replays and not self._engine.keeps_graphs  # kept graphs refer to the batch anyway
             yield args, named, (source, conditions) if again else None
 
     def _micro(self, step: Step, parts: int, reduction: Reduction | None) -> Micro:
-        """The parts of a step, with what each of its losses is of them: found out the first time."""
+        """Return how a step is split into parts. Whether a loss is a mean or a sum is found out once."""
         binding = self._binding
         modes = tuple(m.training for m in binding.modules)
         found: list[tuple[str, Reduction]] = []
@@ -339,11 +339,11 @@ class Loop:
                     known = find_reduction(*where, unit=Conditions(binding).unit)
                 if known is not None:
                     self._reductions[key] = known
-            found.append((t.name, known or "mean"))  # one that is not finite is told of by the step
+            found.append((t.name, known or "mean"))  # a loss that is not finite is reported by the step
         return Micro(parts, tuple(found))
 
     def _weights_of_losses(self, k: int) -> list[Value]:
-        # a rate that is a tensor may be written to: its number is recorded
+        # a rate that is a tensor may be written to later, so its value is recorded
         return [c.clone() if isinstance(c, Tensor) and not c.requires_grad else c for c in self._rule.weights(k)]
 
     def _term(self, h: Loss | None, batch: tuple[Any, ...], named: dict[str, Any]) -> Term:
@@ -359,7 +359,7 @@ class Loop:
         return Term("h", loss, batch)
 
     def _names_of(self, only: Only | None) -> frozenset[str] | None:
-        """The weights that `only=` stands for."""
+        """Return the names of the weights that `only=` selects."""
         if only is None:
             return None
         if "fixed point" in self._engine.needs:
@@ -405,7 +405,7 @@ class Loop:
         return None if hooks is None else lambda d: self._binding.map_over_tasks(hooks, d)
 
     def _update_at(self, k: int) -> Update:
-        """Υ_k, after what comes before it: hooks on parameters, the accumulated gradients, direction= and clip=."""
+        """Return Υ_k, preceded by hooks on parameters, the accumulated gradients, direction= and clip=."""
         update, each, hooks = self._update.at_step(k), self._binding.map_over_tasks, self._hooks()
         transforms = [t for t in (self._direction, self._clip) if t is not None]
         own = self._direction is not None or getattr(self._clip, "may_close_over", self._clip is not None)
@@ -418,7 +418,7 @@ class Loop:
         return update if hooks is None else Transformed([hooks], update, closes_over=True)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
-        """`steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last.
+        """Take `steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last.
 
         Examples:
             K steps of rate t from 0 end at (1 − (1 − t)^K)·c.
@@ -439,17 +439,17 @@ class Loop:
         return self.step(*batch, outer=outer, **named)
 
     def train(self, mode: bool = True) -> Loop:
-        """Set the model to training mode; its modes are restored after the block."""
+        """Set the model to training mode. Its modes are restored after the block."""
         self._check_open()
         self._binding.model.train(mode)
         return self
 
     def eval(self) -> Loop:
-        """Set the model to evaluation mode; its modes are restored after the block."""
+        """Set the model to evaluation mode. Its modes are restored after the block."""
         return self.train(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of model.state_dict() at the current weights, without a graph."""
+        """Return a copy of model.state_dict() at the current weights, without a graph."""
         self._check_open()
         self._refuse_tasks("state_dict()")
         current = {**self._buffers, **self._z}
@@ -459,14 +459,14 @@ class Loop:
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
+        """Return model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
         self._check_open()
         with self._inside() as inside:
             return self._binding.call(_forward, inside, args, kwargs)
 
     @contextmanager
     def _inside(self, z: State | None = None, twice: bool = True, buffers: State | None = None) -> Generator[Inside]:
-        """The current weights in the model, or those of z, and what can be differentiated."""
+        """Put the current weights, or those of z, into the model, so that they can be differentiated for."""
         grad, binding = torch.is_grad_enabled(), self._binding
         z = self._z if z is None else z
         with (
@@ -480,26 +480,26 @@ class Loop:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The current weights by name (with tasks: a leading task dimension). Not to be changed in place."""
+        """The current weights by name (with tasks: a leading task dimension). Do not change them in place."""
         self._check_open()
         weights = {n: self._z[n] for n in self._binding.parameters}
-        # in a graph that is kept, the ranks' gradients for them are summed on the way back
+        # in a graph that is kept, backward sums the gradients for the weights over the ranks
         return weights if self._binding.own_parameters else self._binding.weights_for_losses(weights)
 
     @property
     def steps(self) -> int:
-        """How many inner steps were taken."""
+        """The number of inner steps that were taken."""
         return self._k
 
     @property
     def plan(self) -> Plan | None:
-        """What Reverse() keeps of the loop so far and which steps it will run again; None for other engines."""
+        """What Reverse() has stored so far and how many steps it will run again. None for other engines."""
         self._check_open()
         return self._tape.plan()
 
     @property
     def value(self) -> Tensor:
-        """What `hypergrad` differentiates: g at the current weights, on its last batch (with tasks: summed over them).
+        """The value that `hypergrad` differentiates: g at the current weights on its last batch, summed over tasks.
 
         After `add_outer_loss` it is the sum of the losses that were added, each times its weight.
         """
@@ -552,16 +552,16 @@ class Loop:
     def add_outer_loss(self, *, weight: Value = 1.0, outer: Any = None, loss: Tensor | None = None) -> Tensor:
         """Add weight·g at the current weights to the objective: Σ_j c_j·g_j(w_{k_j}, λ) in place of g(w_K, λ).
 
-        From then on `hypergrad`, `backward` and `value` are about the sum of all losses that were added, at whatever
-        steps, and g at the last weights is in it if it was added too. A call of `hypergrad` leaves the sum as it is.
+        From then on `hypergrad`, `backward` and `value` use the sum of all losses that were added, at any steps. It has
+        g at the last weights only if that was added too. A call of `hypergrad` leaves the sum as it is.
 
         Args:
             weight: c_j, a number or a scalar tensor, which may be an outer variable.
             outer: the batch of g, if it differs from that of the last step.
-            loss: another loss instead of g, computed from `loop(x)` or `loop.weights` since the last step. With
-                engines that run steps again its gradient is taken at once, and takes as much memory as the weights.
+            loss: another loss instead of g, computed from `loop(x)` or `loop.weights` since the last step. Engines that
+                run steps again compute its gradient at once, and store it in as much memory as the weights take.
 
-        No graph of it is kept, unless the engine keeps those of the steps. Returns its value, without the weight.
+        Its graph is kept only if the engine keeps the graphs of the steps. Returns its value, without the weight.
 
         Examples:
             Steps of rate 0.5 from 0 to λ are at λ/2 and 3/4·λ, so dΣ/dλ = 1/2·(w_1 − 1) + 3/4·(w_2 − 1).
@@ -625,7 +625,7 @@ class Loop:
         create_graph: bool = False,
         retain_graph: bool = False,
     ) -> Tensor | list[Tensor] | dict[str, Tensor]:
-        """d g(w_K(λ), λ)/dλ for the inputs, in their structure, as torch.autograd.grad would give it.
+        """Return d g(w_K(λ), λ)/dλ for the inputs, in their structure, as torch.autograd.grad would.
 
         Args:
             inputs: a tensor, a list, a dict, or a module (a dict of its trainable parameters). The parameters of
@@ -634,7 +634,7 @@ class Loop:
             loss: another outer loss instead of g, computed from `loop(x)` or `loop.weights`.
             allow_unused: return zeros for an input that no loss depends on, instead of an error.
             create_graph: make the result differentiable (engine="unroll" only).
-            retain_graph: keep the graph behind tensors of the batch (an encoder's), to go through it again.
+            retain_graph: keep the graph behind tensors of the batch (an encoder's), so that it can be used again.
 
         Examples:
             Two steps of rate 0.5 from 0 end at w = 0.75·λ, so dg/dλ = (w − 1)·0.75.
@@ -669,7 +669,7 @@ class Loop:
         loss: Tensor | None = None,
         retain_graph: bool = False,
     ) -> None:
-        """Add d g(w_K(λ), λ)/dλ into the `.grad` of every leaf that h or g reaches, as loss.backward() would.
+        """Add d g(w_K(λ), λ)/dλ to the `.grad` of every leaf that h or g uses, as loss.backward() would.
 
         The weights of the inner model are not an outer variable and get no gradient, unless `inputs` names them (to
         learn an initialisation). `inputs` restricts the gradient to the tensors it names.
@@ -701,7 +701,7 @@ class Loop:
                 "bilevel.inner: backward() found no outer variable: nothing that h or g uses requires grad, besides "
                 "the inner weights. Set requires_grad on it before the first step."
             )
-        if self._binding.share != 1:  # leaf by leaf, since each has to be summed over the ranks
+        if self._binding.share != 1:  # leaf by leaf, since each gradient is summed over the ranks
             behind = [leaf for x, _ in found.cut.values() for leaf in find_leaves(x)[0]]
             leaves = list({id(x): x for x in (*(x for x, _ in found.direct.values()), *behind)}.values())
             torch.autograd.backward(leaves, self._collect(leaves, found, {}, True, retain_graph))
@@ -727,7 +727,7 @@ class Loop:
         once = list({id(x): x for x in wanted}.values())  # an input may be given under two names
         if self._engine.keeps_graphs or self._engine.traces_steps:
             self._refuse_late(once)
-        if self._binding.own_parameters:  # in the graphs these are w_k; w_0 is reached by the adjoint
+        if self._binding.own_parameters:  # in the graphs these are w_k; the gradient for w_0 is the adjoint
             once = [x for x in once if id(x) not in inner]
         found, start = self._pull(once, outer, loss, create_graph)
         return self._collect(wanted, found, start, allow_unused, retain_graph)
@@ -745,10 +745,10 @@ class Loop:
     def _collect(
         self, wanted: list[Tensor], found: Gradients, start: State, allow_unused: bool, retain_graph: bool
     ) -> list[Tensor]:
-        """The gradients of what is wanted, through the graphs behind cut tensors and w_0 as well."""
+        """Return the gradients for the wanted tensors, also through the graphs that lead to cut tensors and to w_0."""
         behind = [*found.cut.values(), *((self._origin[n], d) for n, d in start.items() if n in self._origin)]
         through: Sequence[Tensor | None] = [None] * len(wanted)
-        if behind:  # once through what lies behind the cut tensors and w_0
+        if behind:  # one backward pass for all cut tensors and w_0
             with explained():
                 through = torch.autograd.grad(
                     [x for x, _ in behind], wanted, [d for _, d in behind], allow_unused=True, retain_graph=retain_graph
@@ -796,7 +796,7 @@ class Loop:
                 for recorded in self._last.values():
                     if self._sentinel.is_due(recorded.step):
                         with recorded.given() as step:
-                            if step.micro is not None:  # the derivatives of a part are the same function of it
+                            if step.micro is not None:  # one part has the same derivatives to test
                                 step = step.parts()[0].step
                             self._sentinel.examine(
                                 step, recorded.conditions, self._z, self._buffers, batch, self._trained
@@ -812,7 +812,7 @@ class Loop:
         return found, start
 
     def _end(self, outer: Any, loss: Tensor | None, weight: Value = 1.0) -> _OuterLoss | _GivenLoss:
-        """The outer loss at the current weights."""
+        """Return the outer loss at the current weights."""
         if loss is not None and outer is not None:
             raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
         if loss is not None:
@@ -829,10 +829,10 @@ class Loop:
             )
         return self._g
 
-    # --- what could make it another loop ---
+    # --- checks for changes between the steps ---
 
     def _refuse_graph_to_weights(self, where: str, batch: tuple[Any, ...]) -> None:
-        """Refuse a batch that was computed from this loop's weights: a step would cut its graph."""
+        """Refuse a batch that was computed from the weights of this loop, since a step would cut its graph."""
         tensors = [x for x in tensors_of(batch) if x.requires_grad]
         if tensors:
             inner = {id(p) for p in self._binding.parameters.values()} | {id(x) for x in self._z.values()}
@@ -876,7 +876,7 @@ class Loop:
                 )
 
     def _sample(self, k: int, terms: Sequence[Term]) -> None:
-        """Some numbers of each batch that a kept graph refers to, to notice a change that no version tells."""
+        """Store some entries of each batch that a kept graph uses, to notice changes that leave versions unchanged."""
         known = {id(x) for _, _, x, _ in self._samples[-8:]}
         for name, _, batch in terms:
             for x in tensors_of(batch):
@@ -893,7 +893,7 @@ class Loop:
                 )
 
     def is_of_earlier_weights(self, leaf: Tensor) -> bool:
-        """Whether a leaf is the weights of an earlier step of this loop."""
+        """Return whether a leaf holds weights of an earlier step of this loop."""
         return getattr(leaf, OWNER, None) is self._binding.token
 
     def _check_open(self) -> None:
@@ -905,7 +905,7 @@ class Loop:
         refuse_inference_mode()
 
     def close(self, *, announce: bool = False) -> None:
-        """Forget everything that the loop holds, and put back what was in the model."""
+        """Release everything that the loop holds, and restore the model."""
         if self._closed:
             return
         self._closed = True
@@ -922,7 +922,7 @@ class Loop:
 
 
 class _OuterLoss(End):
-    """c·g on a batch, as a function of z."""
+    """The outer loss c·g on a batch, as a function of z."""
 
     def __init__(self, loop: Loop, g: Loss, batch: tuple[Any, ...], weight: Value = 1.0) -> None:
         self._loop, self._g, self._k, self._buffers = loop, g, loop._k, loop._buffers
@@ -930,12 +930,12 @@ class _OuterLoss(End):
         self.cut: Pairs = []
         given = batch, weight
         self._batch, self.weight = cut_graph(given, self.cut) if loop._tape.replays else given
-        self.value = self._here = torch.zeros(())  # of g, where it was evaluated last: over all ranks, and on this one
-        self._recorded: RecordedLoss | None = None  # for when it is evaluated at this state again
+        self.value = self._here = torch.zeros(())  # the last values of g: over all ranks, and on this one
+        self._recorded: RecordedLoss | None = None  # what it takes to evaluate the loss at this state again
 
     @contextmanager
     def traced(self, z: State | None = None, *, once: bool = False) -> Generator[Traced]:
-        """With `once`, the graph is freed while the gradient is taken."""
+        """Yield the loss with its graph. With `once`, the graph is freed while the gradient is computed."""
         loop, binding, since = self._loop, self._loop._binding, sequence_number()
         with (
             EXCLUSIVE,
@@ -970,7 +970,7 @@ class _OuterLoss(End):
             return _pull_loss(traced, self._loop._binding, inputs, into)
 
     def kept(self) -> OuterLoss:
-        """This loss, recorded: it is evaluated again where the sweep comes to its step."""
+        """Record this loss, which is evaluated again when the sweep reaches its step."""
         recorded = RecordedLoss(self._k, Conditions(self._loop._binding))
         with self.traced(once=True):
             recorded.note(self._here, (self._batch, self.weight), self.leaves)
@@ -994,7 +994,7 @@ class _GivenLoss(End):
 
     @property
     def value(self) -> Tensor:
-        """The loss without its weight, over all ranks."""
+        """The value of the loss, without its weight, over all ranks."""
         return self._loop._binding.means_of_losses({"g": self._plain.detach()})["g"]
 
     @contextmanager
@@ -1031,13 +1031,13 @@ class _GivenLoss(End):
         return a
 
     def kept(self) -> OuterLoss:
-        """Its gradients, taken now: the weights that its graph reads will be written over."""
+        """Compute the gradients now, since a later step overwrites the weights that the graph of the loss uses."""
         found = Gradients()
         return _TakenLoss(self.pull(None, found), found, self.leaves)
 
 
 class _TakenLoss(OuterLoss):
-    """A loss that the user computed at an earlier step, as its gradients."""
+    """The gradients of a loss that the user computed at an earlier step."""
 
     def __init__(self, a: State, found: Gradients, leaves: Sequence[Tensor]) -> None:
         self._a, self._found, self.leaves = a, found, leaves
@@ -1058,7 +1058,7 @@ class _TakenLoss(OuterLoss):
 
 
 def _pull_loss(traced: Traced, binding: Binding, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
-    """∇_z of the traced loss, over all ranks; what goes to λ directly is added to the sums."""
+    """Return ∇_z of the traced loss, reduced over ranks, and add its direct gradient for λ to the sums."""
     a = traced.vjp({"g": torch.ones_like(traced.to["g"])}, inputs, into)
     weights = [n for n in traced.at if n.rstrip(" ") in binding.parameters]
     summed = binding.sum_over_ranks([a.get(n) for n in weights], [traced.at[n] for n in weights])
@@ -1076,7 +1076,7 @@ def _some_of(x: Tensor) -> Tensor:
 
 
 def as_weight(c: Value) -> Value:
-    """The weight of an outer loss, checked. A tensor that may be written to gives its number."""
+    """Check the weight of an outer loss. A tensor that does not require grad is copied, as it may be written to."""
     if isinstance(c, Tensor) and c.shape == () and c.is_floating_point():
         return c if c.requires_grad else c.clone()
     if isinstance(c, (int, float)) and math.isfinite(c):
@@ -1085,12 +1085,12 @@ def as_weight(c: Value) -> Value:
 
 
 def as_tuple(outer: Any) -> tuple[Any, ...]:
-    """The batch of g: a tuple or list is its arguments, anything else the one argument."""
+    """Return the arguments of g after the model: the entries of a tuple or list, or anything else as the only one."""
     return tuple(outer) if isinstance(outer, (tuple, list)) else (outer,)
 
 
 def flatten(inputs: Inputs) -> dict[str, Tensor]:
-    """The tensors of a hypergrad() argument by name, checked."""
+    """Check the inputs of `hypergrad`, and return them as tensors by name."""
     tensors: dict[str, Tensor] = {}
     if isinstance(inputs, Tensor):
         tensors[""] = inputs
