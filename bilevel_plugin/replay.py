@@ -1,10 +1,10 @@
-"""What a step used, so that it can be replayed, and the check that the replay ends where the step ended.
+"""Replay of a step: the record of what it used, and the check that the replay ends where the step ended.
 
-What a step depends on besides z is found in the autograd graph of its losses, never registered:
+The outer variables of a step need no registration. They are found in the autograd graph of its losses.
 
-- tensors of the batch that require grad are *cut*: the losses see a stand-in leaf, and the gradient that gathers there
-  goes on into the tensor's own graph once, when all steps are done;
-- everything else that requires grad (closed over, parameters of other modules, rates) is a *leaf* of the graph.
+- A tensor of the batch that requires grad is *cut*: the losses get a leaf in its place. The gradient for that leaf is
+  summed over all steps, and then passed on to the graph of the tensor in one backward pass.
+- Any other tensor that requires grad (closed over, a parameter of another module, a rate) is a *leaf* of the graph.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CHANGED = (
 
 
 class Conditions:
-    """What a call saw besides its arguments: train/eval modes, autocast, random numbers."""
+    """The conditions of a call besides its arguments: train/eval modes, autocast, random states."""
 
     def __init__(self, binding: Binding, *, others: bool = False) -> None:
         self._binding, self._others = binding, others  # also the generators of Python and NumPy
@@ -58,7 +58,7 @@ class Conditions:
         self._random: RandomStates | None = random_states(binding.devices, others=others)
 
     def __eq__(self, other: object) -> bool:
-        """Whether two calls that drew no random numbers saw the same."""
+        """Return whether two calls that drew no random numbers had the same modes and autocast settings."""
         if not isinstance(other, Conditions) or self.draws or other.draws or self._binding is not other._binding:
             return False
         return self._modes == other._modes and self._autocast == other._autocast
@@ -75,7 +75,7 @@ class Conditions:
         return any(on for on, _ in self._autocast.values())
 
     def share_with(self, before: Conditions) -> None:
-        """Hold the same modes as another call, where they are equal: a model may have hundreds of modules."""
+        """Share equal modes with another call, which saves memory if a model has hundreds of modules."""
         if self._modes == before._modes and self._autocast == before._autocast:
             self._modes, self._autocast = before._modes, before._autocast
 
@@ -86,20 +86,20 @@ class Conditions:
 
     @property
     def precision(self) -> float:
-        """The rounding unit of the coarsest type that the call computed in."""
+        """The rounding unit of the least precise type that the call computed in."""
         types = [p.dtype for p in self._binding.parameters.values()]
         types += [dtype for on, dtype in self._autocast.values() if on]
         return max(torch.finfo(t).eps for t in types)
 
     @property
     def unit(self) -> float:
-        """How far two ways to compute the same loss may differ, relative to its size."""
+        """The largest relative difference to allow between two ways to compute the same loss."""
         root = self.precision**0.5
         return root if self._binding.devices else min(1000 * self.precision, root)
 
     @contextmanager
     def replaying(self, *, autocast: bool = True) -> Generator[None]:
-        """Restore the conditions of the call while this lasts; those of the caller come back at the end."""
+        """Restore the conditions of the call inside this context, and those of the caller at its end."""
         modules = self._binding.modules
         with EXCLUSIVE, ExitStack() as stack:
             modes = [m.training for m in modules]
@@ -118,23 +118,23 @@ class Conditions:
 
 
 class Recorded:
-    """What an evaluation of losses used, so that it can be repeated, and the check that it has the same values."""
+    """The record of an evaluation of losses, with which it is repeated and its values are compared."""
 
     __slots__ = ("_names", "_values", "_versions", "conditions")
 
     def __init__(self, conditions: Conditions | None = None) -> None:
         self.conditions = conditions
         self._names: tuple[str, ...] = ()
-        self._values: tuple[float | Tensor, ...] = ()  # of the losses, to compare with
+        self._values: tuple[float | Tensor, ...] = ()  # the values of the losses
         self._versions: list[tuple[str, Tensor, int]] = []
 
     @property
     def where(self) -> str:
-        """Where in the loop the evaluation is."""
+        """The place of the evaluation in the loop, as errors name it."""
         raise NotImplementedError
 
     def ended_elsewhere(self) -> RuntimeError:
-        """The error for a repetition that does not come to the same."""
+        """Return the error for a repetition with another result."""
         raise NotImplementedError
 
     def _check_unchanged(self) -> None:
@@ -159,7 +159,7 @@ class Recorded:
 
 
 class RecordedLoss(Recorded):
-    """An outer loss that was evaluated after step k, and what it takes to evaluate it there again."""
+    """The record of an outer loss after step k, with which it is evaluated there again."""
 
     __slots__ = ("_k",)
 
@@ -177,7 +177,7 @@ class RecordedLoss(Recorded):
         )
 
     def note(self, value: Tensor, batch: Any, leaves: Iterable[Tensor]) -> None:
-        """Remember what the evaluation gave and used, at its end."""
+        """Record the value of the loss and the tensors that it used, at the end of the evaluation."""
         assert self.conditions is not None
         self.conditions.end_of_call()
         self._values = (value.item() if value.device.type == "cpu" else value,)
@@ -186,7 +186,7 @@ class RecordedLoss(Recorded):
 
     @contextmanager
     def repeating(self) -> Generator[None]:
-        """The conditions of the evaluation, while this lasts."""
+        """Restore the conditions of the evaluation inside this context."""
         assert self.conditions is not None
         self._check_unchanged()
         with self.conditions.replaying():
@@ -236,15 +236,15 @@ class RecordedStep(Recorded):
 
     @property
     def accumulates(self) -> bool:
-        """Whether the step moves no weight, and only adds to the direction of the next."""
+        """Whether the step changes no weight, and only adds to the direction of the next step."""
         return self.step.update.accumulates
 
     def take(
         self, z: State, monitor: LossMonitor, *, graph: bool = False, within: Callable[[Traced], None] | None = None
     ) -> Moved:
-        """The step itself, for the first time: what it saw is remembered.
+        """Take the step for the first time, and record what it used.
 
-        `within` gets the step with its graph, as long as the model has its weights.
+        `within` is called with the graph of the step while the model holds its weights.
         """
         binding, since = self.step.binding, sequence_number()
 
@@ -255,24 +255,24 @@ class RecordedStep(Recorded):
 
         if not evaluating_loss():
             NESTED.clear()
-        with EXCLUSIVE:  # between the two looks at the random state nobody else's step may draw
+        with EXCLUSIVE:  # no other thread may draw between the two readings of the random state
             conditions = self.conditions or Conditions(binding)
             moved = self.step.move(z, self.buffers, graph=graph, within=note)
             conditions.end_of_call()
         self.conditions = conditions
         if self.source is not None:
             self.step.terms = self._terms(())
-        if graph and binding.own_parameters:  # the graph ends here; a weight that was not moved is the parameter itself
+        if graph and binding.own_parameters:  # the graph ends here; an unchanged weight is the parameter itself
             own = {id(p) for p in binding.parameters.values()}
             moved.to = {n: x.detach().clone() if id(x) in own else x.detach() for n, x in moved.to.items()}
         return moved
 
     def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[object]) -> Moved:
-        """The step itself, attached to the graph of z; nothing is remembered. `known` has losses seen before."""
+        """Take the step as a part of the graph of z, and record nothing. `known` has the losses of earlier steps."""
         step, binding, since = self.step, self.step.binding, sequence_number()
         moved = step.move(z, self.buffers, graph=True)
-        # a weight that stays where it is must be another tensor in the next step, whose direction would otherwise go
-        # back through this one (by a buffer that this step has left)
+        # A weight that does not change must be a new tensor in the next step. Otherwise the direction of that step
+        # would go back through this step, by a buffer that this step has changed.
         moved.to = {n: x.view_as(x) if x is z.get(n) and x.requires_grad else x for n, x in moved.to.items()}
         binding.check_not_written(z, self.k)
         for name, mean in moved.means.items():
@@ -288,7 +288,7 @@ class RecordedStep(Recorded):
         binding.check_not_written(z, self.k)
         self._names = tuple(moved.values)
         seen = {n: monitor.record_loss(self.k, n, mean, z) for n, mean in moved.means.items()}
-        if moved.means is not moved.values:  # several processes: this one's are compared in a replay
+        if moved.means is not moved.values:  # with several ranks, a replay compares the values of this rank
             seen = {n: x.item() if x.device.type == "cpu" else x for n, x in moved.values.items()}
         self._values = tuple(seen.values())
         state = {**moved.at, **binding.parameters} if binding.own_parameters else moved.at
@@ -299,7 +299,7 @@ class RecordedStep(Recorded):
         older: list[Any] = []
         for name, value in zip(self._names, moved.weighted, strict=False):
             self._add_leaves(leaves_of_loss(name, value, state, binding, stand_ins, since, older))
-        # compiled losses have no graph to look at, nor one to let go
+        # compiled losses have no graph to search, and none to free
         self.step.runs_into_other_graphs = bool(older) or not moved.weighted
         for option in self.step.update.options:
             self._add_leaves(x for x in find_leaves(option, known=stand_ins)[0])
@@ -307,7 +307,7 @@ class RecordedStep(Recorded):
         self._add_leaves(x for x in moved.leaves_of_update if id(x) not in cut)
         held = [t for t in self.step.terms if self.source is None or t.name != "h"]
         self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in held for x in tensors_of(batch)]
-        # the parameters of a block inside of a loss are written to by every evaluation, and put back
+        # each evaluation of a block inside a loss writes to the parameters of the block, and restores them
         self._versions += [("an outer variable", x, x._version) for x in self.leaves if id(x) not in NESTED]
 
     def _add_leaves(self, found: Iterable[Tensor]) -> None:
@@ -315,7 +315,7 @@ class RecordedStep(Recorded):
         self.leaves += [x for x in found if id(x) not in known]
 
     def share_with(self, before: RecordedStep | None) -> None:
-        """Hold the same objects as the step before, where they are equal."""
+        """Share equal objects with the step before, which saves memory."""
         if before is None:
             return
         if self.conditions is not None and before.conditions is not None:
@@ -323,13 +323,13 @@ class RecordedStep(Recorded):
         if self.source is not None and before.source is not None:
             self.source.share_with(before.source)
         for name in ("conditions", "cut", "leaves", "buffers", "_names", "_versions"):
-            if alike(mine := getattr(before, name), getattr(self, name)):
+            if holds_same_objects(mine := getattr(before, name), getattr(self, name)):
                 setattr(self, name, mine)
         for name in ("terms", "weights", "update", "only", "micro", "directed"):
-            if alike(mine := getattr(before.step, name), getattr(self.step, name)):
+            if holds_same_objects(mine := getattr(before.step, name), getattr(self.step, name)):
                 setattr(self.step, name, mine)
 
-    # --- running it again ---
+    # --- replay ---
 
     @contextmanager
     def _replaying(self) -> Generator[None]:
@@ -344,7 +344,7 @@ class RecordedStep(Recorded):
 
     @contextmanager
     def given(self) -> Generator[Step]:
-        """The step with its batches, also where one has to be fetched for it."""
+        """Yield the step with its batches, one of which may have to be fetched."""
         if self.source is None:
             yield self.step
             return
@@ -363,11 +363,11 @@ class RecordedStep(Recorded):
             self.step.terms = self._terms(())
 
     def _terms(self, batch: tuple[Any, ...]) -> tuple[Term, ...]:
-        """The losses of the step, with this batch for h."""
+        """Return the losses of the step, with this batch for h."""
         return tuple(Term(t.name, t.loss, batch) if t.name == "h" else t for t in self.step.terms)
 
     def replay(self, z: State) -> State:
-        """Run the step again from z, without a graph, and return where it ends."""
+        """Run the step again from z, without a graph, and return the next state."""
         with self._replaying():
             moved = self.step.move(z, self.buffers, graph=False)
         self._check_values(moved.values)
@@ -375,7 +375,7 @@ class RecordedStep(Recorded):
 
     @contextmanager
     def traced(self, z: State) -> Generator[Traced]:
-        """The step from any state, with its graph; with own parameters, the graph is good for as long as this lasts."""
+        """Yield the step from z with its graph. With own parameters, the graph is valid inside this context only."""
         binding = self.step.binding
         with self._replaying():
             step = self.step
@@ -388,7 +388,7 @@ class RecordedStep(Recorded):
                 yield Traced(at, to, self.cut, self.leaves)
 
     def trace(self, z: State) -> Traced:
-        """The step run again, with a graph that stays (where weights are swapped in)."""
+        """Run the step again with a graph that outlives the call, which needs weights that are swapped in."""
         with self._replaying():
             moved = self.step.move(z, self.buffers, graph=True)
         self._check_values(moved.values)
@@ -403,9 +403,9 @@ class RecordedStep(Recorded):
         how: Pull,
         after: State | None = None,
     ) -> Pulled:
-        """a·∂Φ/∂z at z; a·∂Φ/∂λ is added to the sums, for `inputs`, or for every leaf if None.
+        """Return a·∂Φ/∂z at z, and add a·∂Φ/∂λ to the sums for `inputs`, or for every leaf if None.
 
-        `after` is the state that the step went to, where it is known.
+        `after` is the state after the step, if it is known.
         """
         wanted = self.leaves if inputs is None else inputs
         with self._replaying():
@@ -415,13 +415,13 @@ class RecordedStep(Recorded):
         return pulled
 
     def check_end(self, z: State, pulled: Pulled, after: State) -> None:
-        """Raise if a replayed step ends elsewhere than at first: what changed would make the gradient wrong.
+        """Raise if a replayed step ends at another state than at first, since the gradient would be wrong.
 
-        The kernels that have a second derivative do not round as those that the step was taken with. Where a gradient
-        is 0 but for rounding, an update that divides by its size, such as Adam's, makes a whole step of it. So where
-        the ends differ, the step is run again with the kernels that it was taken with, and the gradients are compared.
+        The kernels that have a second derivative round differently from those of the first run. If a gradient is 0 up
+        to rounding, an update that divides by its size, such as Adam's, turns that rounding into a whole step. So if
+        the ends differ, the step is run once more with the kernels of the first run, and the gradients are compared.
         """
-        # where gradients are accumulated the weights stay: there is no length to compare the sum with
+        # an accumulating step changes no weight, so its sum has no length of a step to be compared with
         to = {n: x.detach() for n, x in pulled.to.items() if not n.endswith(SUM)}
         if self._ends_at(z, to, after):
             return
@@ -443,7 +443,7 @@ class RecordedStep(Recorded):
         return self._is_close(mine, after, z)
 
     def _is_close(self, xs: State, others: State, start: State) -> bool:
-        """Whether these tensors are the others but for rounding, relative to how far those are from the start, or 0."""
+        """Return whether xs equal the others up to rounding, relative to their distance from the start, or from 0."""
         assert self.conditions is not None
         with torch.no_grad():
             off = norm(x - others[n] for n, x in xs.items())
@@ -452,16 +452,16 @@ class RecordedStep(Recorded):
             drift = off / (length + torch.finfo(size.dtype).eps * size + torch.finfo(size.dtype).tiny)
         return drift.device.type == "meta" or float(drift) <= self.conditions.precision**0.5
 
-    # --- what an engine weighs ---
+    # --- the size of a step, for engines with a bound on memory ---
 
     @property
     def kind(self) -> object:
-        """Steps of one kind have the same losses on batches of the same shapes, and so graphs of the same size."""
+        """The kind of the step: the same losses on batches of the same shapes have graphs of the same size."""
         fetched = () if self.source is None else self.source.shapes
         return self._names, fetched, tuple((x.shape, x.dtype) for x in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """What the step was given, besides its state."""
+        """Return the tensors that the step was given besides its state."""
         return [*(x for _, x, _ in self._versions), *self.buffers.values()]
 
 
@@ -474,9 +474,9 @@ def leaves_of_loss(
     since: int,
     older: list[Any] | None = None,
 ) -> list[Tensor]:
-    """The outer variables that the loss depends on; refuses a loss that does not depend on the weights as it should.
+    """Return the outer variables of the loss, and refuse a loss that does not depend on the weights as it should.
 
-    Nodes of its graph that were made before the step go to `older`.
+    Nodes of its graph that are older than the step are added to `older`.
     """
     found, connected = find_leaves(value, state.values(), known, twice=True, since=since, older=older)
     if any(getattr(x, OWNER, None) is binding.token for x in found):
@@ -491,9 +491,9 @@ def leaves_of_loss(
 def refuse_hidden_parameter(
     name: str, value: Tensor, state: Iterable[Tensor], leaves: Iterable[Tensor], binding: Binding
 ) -> None:
-    """Where weights are swapped in, refuse a loss that reads the model's own parameters by another reference.
+    """Where weights are swapped in, refuse a loss that uses the model's own parameters by another reference.
 
-    In what was computed from them before the block, they are an outer variable, w_0, and are allowed.
+    They are allowed in what was computed from them before the block, where they are an outer variable, w_0.
     """
     own = {id(p): n for n, p in binding.parameters.items()}
     state = tuple(state)
@@ -507,14 +507,14 @@ def refuse_hidden_parameter(
         )
 
 
-def alike(x: Any, y: Any) -> bool:
-    """Whether two of our own containers hold the very same tensors, and equal numbers and names."""
+def holds_same_objects(x: Any, y: Any) -> bool:
+    """Return whether two nested containers hold the same tensor objects, and equal numbers and names."""
     if x is y:
         return True
     if type(x) is not type(y):
         return False
     if isinstance(x, (tuple, list)):
-        return len(x) == len(y) and all(map(alike, x, y))
+        return len(x) == len(y) and all(map(holds_same_objects, x, y))
     if isinstance(x, dict):
-        return x.keys() == y.keys() and all(alike(x[n], y[n]) for n in x)
+        return x.keys() == y.keys() and all(holds_same_objects(x[n], y[n]) for n in x)
     return isinstance(x, (int, float, str, Conditions)) and x == y
