@@ -1,4 +1,4 @@
-"""Forward mode: the tangents of z along every outer direction, carried along with the loop."""
+"""Forward mode: the tangents of z along each outer direction are computed along with the loop."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ class _ForwardTape(Tape):
     def __init__(self, options: Forward) -> None:
         self._options = options
         self._wrt = None if options.wrt is None else {id(x) for x in options.wrt}
-        self._followed: dict[int, Tensor] = {}  # outer tensors with tangents, by id
+        self._followed: dict[int, Tensor] = {}  # the outer tensors with tangents, by id
         self._was_cut: set[int] = set()
         self._ignored: dict[int, Tensor] = {}
-        self._tangents: dict[tuple[int, int], State] = {}  # (outer tensor, its element) -> ż
-        self._direct = Gradients()  # of the losses that were added
-        self._through: dict[tuple[int, int], Tensor] = {}  # their ∇_z·ż
+        self._tangents: dict[tuple[int, int], State] = {}  # (outer tensor, element of it) -> ż
+        self._direct = Gradients()  # the direct gradients of the added losses
+        self._through: dict[tuple[int, int], Tensor] = {}  # ∇_z·ż of the added losses
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        return step.take(z, monitor, graph=True, within=lambda traced: self._carry(traced, step.k))
+        return step.take(z, monitor, graph=True, within=lambda traced: self._push_tangents(traced, step.k))
 
-    def _carry(self, traced: Traced, k: int) -> None:
-        """The tangents of z⁺, from those of z."""
+    def _push_tangents(self, traced: Traced, k: int) -> None:
+        """Compute the tangents of z⁺ from those of z."""
         sources = self._sources(traced)
         moving = {n: x for n, x in traced.to.items() if x.requires_grad}
         outs = list(moving.values())
-        # a·J is linear in a, so its derivative for a, along (ż, λ̇), is J·(ż, λ̇): two vjps make a jvp
+        # a·J·(ż, λ̇) is linear in a, and its derivative for a is J·(ż, λ̇). So two vjps make a jvp.
         adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
         at = {n: x for n, x in traced.at.items() if x.requires_grad}
         ins = [*at.values(), *(x for _, x in sources)]
@@ -80,7 +80,7 @@ class _ForwardTape(Tape):
             pulled = grad(outs, ins, adjoint, create_graph=True, retain_graph=True)
         for (owner, element), tangent in self._tangents.items():
             along = [tangent.get(n) for n in at]
-            along += [_unit(x, element) if id(tensor) == owner else None for tensor, x in sources]
+            along += [_unit_vector(x, element) if id(tensor) == owner else None for tensor, x in sources]
             pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
             pairs = [(p, v) for p, v in pairs if p.requires_grad]
             new = _grad(pairs, adjoint)
@@ -93,7 +93,7 @@ class _ForwardTape(Tape):
             self._tangents[owner, element] = new
 
     def _sources(self, traced: Traced) -> Pairs:
-        """The outer tensors of this step, each with the tensor that stands for it in the graph."""
+        """Return the outer tensors of this step, each with the tensor that replaces it in the graph."""
         closed_over = [(x, x) for x in traced.leaves]
         if self._options.wrt is not None:
             named = {id(x) for x in traced.leaves}
@@ -119,7 +119,7 @@ class _ForwardTape(Tape):
 
     def add_loss(self, loss: End) -> None:
         a = loss.pull(None, self._direct)
-        if behind := [x for x in self._options.wrt or () if not x.is_leaf]:  # what it gives to these is not among that
+        if behind := [x for x in self._options.wrt or () if not x.is_leaf]:  # the call above is for leaves only
             loss.pull(behind, self._direct)
         for key, tangent in self._tangents.items():
             if (along := _dot(a, tangent)) is not None:
@@ -156,12 +156,12 @@ class _ForwardTape(Tape):
 
 
 def _dot(a: State, tangent: State) -> Tensor | None:
-    """a·ż; None where they have nothing in common."""
+    """Return a·ż, or None if they have no name in common."""
     parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
     return torch.stack(parts).sum() if parts else None
 
 
-def _unit(x: Tensor, element: int) -> Tensor:
+def _unit_vector(x: Tensor, element: int) -> Tensor:
     unit = torch.zeros_like(x).flatten()
     unit[element] = 1
     return unit.reshape(x.shape)
