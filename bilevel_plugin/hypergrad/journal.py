@@ -1,7 +1,7 @@
-"""How far a reverse sweep has come, in a file, so that it can go on after the process was killed.
+"""The position of a reverse sweep in a file, so that the sweep can continue after its process was killed.
 
-The file is replaced as a whole, by one that is complete, and begins with the checksum of the rest. What it has to fit
-(the number of steps, the weights that they lead to, the outer loss, ...) is in it by name.
+Each write makes a complete new file and then replaces the old one. The file begins with a checksum of its content. It
+also names what a sweep must have in common with it: the number of steps, the last weights, the outer loss, ...
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = b"bilevel_plugin sweep, version 1\n"
 
 
 class Position(NamedTuple):
-    """Where a sweep stands: the recorded steps that are left, the adjoint there, the sums of the inputs so far."""
+    """The position of a sweep: the number of steps that are left, the adjoint there, and the sums for the inputs."""
 
     left: int
     adjoint: State
@@ -32,15 +32,15 @@ class Position(NamedTuple):
 
 
 class Journal:
-    """The file of one sweep. `about` is what the sweep is of: a journal of another is refused."""
+    """The file of one sweep. `about` describes the sweep: the journal of a different one is refused."""
 
     def __init__(self, folder: str | os.PathLike[str], about: dict[str, str], every: float) -> None:
         self._path, self._about, self._every = Path(folder) / "sweep.journal", about, every
         self._written = time.monotonic()
 
     def read(self, like: State, inputs: Sequence[Tensor]) -> Position | None:
-        """The position that was written last, on the devices of the state and the inputs; None if there is no file."""
-        self._beside().unlink(missing_ok=True)  # of a process that was killed while it wrote
+        """Return the last position, on the devices of the state and the inputs, or None if there is no file."""
+        self._unfinished().unlink(missing_ok=True)  # left by a process that was killed while it wrote
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -64,18 +64,18 @@ class Journal:
         return Position(found["left"], {n: x.to(like[n].device) for n, x in found["adjoint"].items()}, sums)
 
     def write(self, position: Position) -> None:
-        """Replace the file, if the last time was long enough ago."""
+        """Replace the file, if the last write was long enough ago."""
         if time.monotonic() - self._written < self._every:
             return
         rest = io.BytesIO()
         torch.save({"about": self._about, **position._asdict()}, rest)
         try:
-            with open(self._beside(), "wb") as file:
+            with open(self._unfinished(), "wb") as file:
                 file.write(_HEAD + hashlib.sha256(rest.getbuffer()).digest())
                 file.write(rest.getbuffer())
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(self._beside(), self._path)
+            os.replace(self._unfinished(), self._path)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -85,15 +85,15 @@ class Journal:
         self._written = time.monotonic()
 
     def remove(self) -> None:
-        """Once the sweep is done."""
+        """Delete the file, when the sweep is done."""
         self._path.unlink(missing_ok=True)
 
-    def _beside(self) -> Path:
+    def _unfinished(self) -> Path:
         return self._path.with_suffix(".unfinished")
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:
-    """Of all bits of the tensors, in their order."""
+    """Return a checksum of all bits of the tensors, in their order."""
     digest = hashlib.blake2b(digest_size=16)
     for x in tensors:
         plain = x.detach().cpu().contiguous()
