@@ -1,9 +1,9 @@
-"""What to keep of a loop and what to run again, so that the hypergradient fits into a given memory.
+"""The choice of what to store of a loop and what to run again, so that the hypergradient fits into a given memory.
 
-A step's *graph* serves the reverse sweep as it is; from a *state* (an iterate) the steps after it can be run again.
-How long the loop will be is not known while it runs: as soon as a new state does not fit, the state goes that the sweep
-would miss least if the loop ended here (`least_missed`). In the sweep, the room of states that were gone over is used
-for others between those that are left, placed by binomial checkpointing (Griewank & Walther 2000).
+The reverse sweep can use the *graph* of a step directly. From a *state* (an iterate) the steps after it can be run
+again. The length of the loop is not known while it runs. When a new state does not fit, one state is dropped: the one
+that would cost the sweep least if the loop ended here (`least_missed`). The sweep itself reuses the room of the states
+that it has passed for states between those that are left, placed by binomial checkpointing (Griewank & Walther 2000).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Room = Callable[[int, int], tuple[int, int]]  # (steps ahead, states held) -> gr
 
 
 class Keep(NamedTuple):
-    """Run from the state of step `begin` to that of step `at`, and keep it."""
+    """Run from the state of step `begin` to that of step `at`, and store that state."""
 
     begin: int
     at: int
 
 
 class Sweep(NamedTuple):
-    """Run from the state of step `begin` to that of step `at`, make the graphs of at … end − 1, go back over them."""
+    """Run from the state of step `begin` to that of step `at`, then take the adjoint back over steps at … end − 1."""
 
     begin: int
     at: int
@@ -36,9 +36,9 @@ class Sweep(NamedTuple):
 
 
 def schedule(saved: Sequence[int], end: int, room: Room) -> Iterator[Keep | Sweep]:
-    """How to go back over the steps … end − 1 from the saved states (in rising order).
+    """Yield the actions that take the adjoint back from step end − 1, given the saved states in rising order.
 
-    A state whose steps were all gone over counts as free: its room may be taken by another.
+    The room of a state is free as soon as the adjoint has passed all steps that start from it.
     """
     states = list(saved)
     while states:
@@ -58,7 +58,7 @@ def schedule(saved: Sequence[int], end: int, room: Room) -> Iterator[Keep | Swee
 
 
 def _reach(states: int, runs: int) -> int:
-    """How many steps can be gone back over with so many states, the first included, if none is run more often."""
+    """Return how many steps can be reversed with so many states, the first included, and `runs` runs of each."""
     return math.comb(states + runs, states) if states >= 0 and runs >= 0 else 0
 
 
@@ -67,14 +67,14 @@ def _runs(steps: int, states: int) -> int:
 
 
 def _split(steps: int, states: int) -> int:
-    """Where to put the next state."""
+    """Return the step at which to store the next state."""
     runs = _runs(steps, states)
     return max(1, _reach(states, runs - 2), steps - _reach(states - 1, runs))
 
 
 @functools.lru_cache(2**16)
 def cost(steps: int, states: int) -> int:
-    """How many steps have to be run to reach all the others from the first, with so many states kept at a time."""
+    """Return how many steps must be run to reverse `steps` steps from the first, with so many states at a time."""
     runs = _runs(steps, states)
     return runs * steps - _reach(states + 1, runs - 1)
 
@@ -83,15 +83,15 @@ def cost(steps: int, states: int) -> int:
 
 
 def least_missed(gaps: Sequence[int], states: int, graphs: int = 1) -> int:
-    """The state to drop when one more than `states` would be held, if `graphs` are made at once.
+    """Return the state to drop when one more than `states` would be held, if `graphs` are made at once.
 
     gaps[i] is the number of steps from the i-th state to the next one, or to the end. In the sweep, the steps after the
-    i-th state are run again with the room of `states` − i states, since those after it are free by then. So dropping
-    the i-th state, i ≥ 1, leaves
+    i-th state are run again with the room of `states` − i states, since those after it are free by then. So if the
+    i-th state is dropped, i ≥ 1,
 
         Σ_{j<i−1} c(gaps[j], states − j) + c(gaps[i−1] + gaps[i], states − i + 1) + Σ_{j>i} c(gaps[j], states − j + 1)
 
-    to be run again, where c is the cost of a gap. The i for which this is least is returned.
+    steps are run again, where c is the cost of a gap. The result is the i for which this is smallest.
     """
     states = max(states, len(gaps) - 1)
     before, total = [0], 0
@@ -108,17 +108,17 @@ def least_missed(gaps: Sequence[int], states: int, graphs: int = 1) -> int:
 
 
 def gap_cost(steps: int, states: int, graphs: int = 1) -> int:
-    """What it costs to go back over the steps after a state, beyond one run of each, in halves of a step.
+    """Return the cost of reversing the steps after a state, besides one run of each, in units of half a step.
 
-    Where several graphs are made at once, a step that is gone over by its graph is not pulled through the lean way,
-    which costs about half a step more (four matrix products in place of three, where a step has two).
+    If several graphs are made at once, a step with a graph is not differentiated by the lean pullback. That costs about
+    half a step more (four matrix products instead of three, where a step has two).
     """
     pieces = -(-steps // graphs)
     return 2 * graphs * cost(pieces, states) + (steps - pieces)
 
 
 def kept_online(steps: int, states: int | Callable[[int], int]) -> list[int]:
-    """The states that are held after so many steps, if at most `states` are held at any time (or that of each k)."""
+    """Return the states that are held after so many steps, if at most `states`, or `states(k)`, are held at a time."""
     saved: list[int] = []
     for k in range(steps):
         most = states if isinstance(states, int) else states(k + 1)
@@ -133,51 +133,52 @@ def gaps_between(saved: Sequence[int], end: int) -> list[int]:
 
 
 def reruns(saved: Sequence[int], end: int, states: int) -> int:
-    """How many steps a sweep runs again besides once each, from these states and with the room of so many."""
+    """Return how many steps a sweep from these states runs again, besides once each, with room for so many states."""
     return sum(cost(gap, states - i) for i, gap in enumerate(gaps_between(saved, end)))
 
 
 def fewest_reruns(steps: int, states: int) -> int:
-    """The same from the states that are best, if it is known from the start how many steps there will be."""
+    """Return the same for the best states, which are known if the number of steps is known from the start."""
     return 0 if steps <= states else cost(steps + 1, states) - steps
 
 
 def states_for_sqrt(steps: int) -> int:
-    """⌈1.6·√K⌉: √(2K) states are the fewest with which each of K steps need be run only once more, if K is known.
+    """Return ⌈1.6·√K⌉. If K is known, √(2K) states are the fewest for which each step runs only once more.
 
-    What is held before the end is known misses that by a few per cent; 1.6 in place of 1.41 makes up for it.
+    As K is not known while the loop runs, the states that are held are worse by a few per cent. The factor 1.6 instead
+    of 1.41 makes up for that.
     """
     return math.isqrt(max(1, math.ceil(2.56 * steps) - 1)) + 1
 
 
 @dataclass
 class Budget:
-    """Bytes in all, bytes of a step's graph and of a state: what fits beside what.
+    """How many graphs and states fit in memory, given the bytes of each.
 
-    `pull` is what going back over one step takes, where no graphs are kept; then a graph is never counted.
+    `pull` is the memory of one pullback, if no graphs are kept. Then graphs are not counted.
     """
 
     memory: int
     graph: int
     state: int
     pull: int = 0
-    whole: int = 0  # of a state, where each of several processes keeps a part
+    whole: int = 0  # bytes of a whole state, if each rank stores a part of it
 
     def graphs(self, states: int) -> int:
-        """How many graphs fit beside so many states."""
+        """Return how many graphs fit beside so many states."""
         left = self.memory - self.aside - states * self.state
         return left // self.graph if not self.pull else int(left >= 0)
 
     def states(self, graphs: int) -> int:
-        """How many states fit beside so many graphs."""
+        """Return how many states fit beside so many graphs."""
         return (self.memory - self.aside - (0 if self.pull else graphs * self.graph)) // self.state
 
     @property
     def aside(self) -> int:
-        """For what is neither: the graph of the outer loss, adjoints, and what going back over a step allocates.
+        """The memory for the rest: the graph of the outer loss, adjoints, and what a pullback allocates.
 
-        Where no graphs are kept, eight states are w_0 and z_K, which the loop holds, two adjoints, the state that was
-        gone over last, and those that come and go as a step is run again.
+        If no graphs are kept, there are eight states besides: w_0 and z_K, which the loop holds, two adjoints, the last
+        state of the sweep, and those that exist only while a step is run again.
         """
         whole = self.whole or self.state
         return self.pull + 8 * whole if self.pull else 2 * self.graph + 4 * whole
@@ -186,9 +187,9 @@ class Budget:
         return graphs <= self.graphs(states)
 
     def room(self, steps: int, held: int, bought: int = 0) -> tuple[int, int]:
-        """The split of what is left between graphs and states that costs least.
+        """Return the cheapest split of the remaining memory, as numbers of graphs and of further states.
 
-        Memory that was bought for states takes no graphs, though fewer are held by now.
+        Memory that is allocated for states stays theirs, also when fewer states are held.
         """
         most = max(1, min(steps, self.graphs(max(held, bought))))
 
@@ -199,7 +200,7 @@ class Budget:
         return best, slots(best)
 
     def graphs_at_once(self, steps: int, least: int) -> int:
-        """How many graphs to leave room for, `least` or more, where the states of so many steps do not all fit."""
+        """Return for how many graphs to leave room, at least `least`, if the states of so many steps do not all fit."""
         most = max(1, least, min(steps, self.graphs(2)))
         return min((m for m in _powers(most) if m >= least), key=lambda m: (self._estimate(steps, m), m), default=least)
 
@@ -222,27 +223,27 @@ def _powers(most: int) -> set[int]:
 
 
 class Folder(NamedTuple):
-    """The states that are in a file."""
+    """The file that holds some of the states."""
 
     path: str
     states: int
     nbytes: int
-    seconds: float  # that writing one has taken, on the average
+    seconds: float  # the mean time to write a state
 
 
 class Plan(NamedTuple):
-    """What a reverse sweep would work from now. Bytes are 0 if they were not asked for (no memory=).
+    """What is stored for a reverse sweep that would start now. Without memory=, numbers of bytes are 0.
 
-    With a folder, `folder` says how many of the states are in it, and `seconds` what a step has taken on the average.
+    With a folder, `folder` tells how many of the states are in it, and `seconds` is the mean time of a step.
     """
 
     steps: int
-    graphs: int  # kept, of the last steps
-    states: int  # kept, of the steps before them, wherever they are
-    reruns: int  # steps that will be run again
-    memory: int  # bytes that were allowed
-    graph: int  # bytes of a step's graph, or those that going back over a step takes where graphs are not kept
-    state: int  # bytes of a state
+    graphs: int  # the number of stored graphs, of the last steps
+    states: int  # the number of stored states, of the steps before them, in memory or in the folder
+    reruns: int  # the number of steps that will be run again
+    memory: int  # the bytes that are allowed
+    graph: int  # the bytes of a step's graph, or of one pullback if graphs are not kept
+    state: int  # the bytes of a state
     folder: Folder | None = None
     seconds: float = 0.0
 
@@ -262,7 +263,7 @@ class Plan(NamedTuple):
 
 
 def parse(memory: int | str) -> int | None:
-    """Bytes; None for "auto"."""
+    """Return the number of bytes, or None for "auto"."""
     if memory == "auto":
         return None
     units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -276,7 +277,7 @@ def parse(memory: int | str) -> int | None:
 
 
 def free(device: torch.device) -> int:
-    """Bytes that the device could still give."""
+    """Return the bytes that are free on the device."""
     if device.type == "cpu":
         return min(_host_free(), _container_free())
     if device.type == "cuda":
@@ -298,9 +299,9 @@ def _host_free() -> int:
 
 
 def _container_free() -> int:
-    """What the limit of a container leaves."""
+    """Return the bytes that are free below the limit of a container."""
     try:
         with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
             return int(limit.read()) - int(used.read())
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no limit: there is no such file, or it says "max"
         return 2**63
