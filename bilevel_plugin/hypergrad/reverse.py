@@ -1,4 +1,4 @@
-"""Reverse mode over stored iterates: memory of a few states and the graph of one step (paper, Alg. 2)."""
+"""Reverse mode over stored iterates, in the memory of a few states and of the graph of one step (paper, Alg. 2)."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Reverse(Engine):
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
-            BlockByBlock(self.blocks)  # which says what is wrong with it
+            BlockByBlock(self.blocks)  # raises if blocks= is wrong
             if self.compile:
                 raise ValueError(
                     "bilevel.Reverse: blocks= runs parts of a step one by one, and compile= the step as a whole. Leave "
@@ -143,7 +143,7 @@ class Reverse(Engine):
 
     @property
     def has_folder(self) -> bool:
-        """Whether iterates go to a file."""
+        """Whether iterates are stored in a file."""
         return self.store not in ("device", "host")
 
     @property
@@ -167,20 +167,20 @@ class _ReverseTape(Tape):
             self._compiler, self._pull = compiled.Compiler(), compiled.pull
         self._steps: dict[int, RecordedStep] = {}
         self._store = Store(place=options.store)
-        self._store.most = None if options.memory is None else 1  # until it is known how many rows there is room for
+        self._store.most = None if options.memory is None else 1  # until the number of rows that fit is known
         self._binding: Binding | None = None
-        self._seconds = 0.0  # that the steps have taken
+        self._seconds = 0.0  # the time that the steps have taken
         self._saved: dict[int, Kept] = {}
-        self._graphs: deque[tuple[int, Traced]] = deque()  # of the last steps
-        self._takes_graphs = options.keeps_graphs  # until a state has to be dropped
-        self._at_once = 1  # how many graphs the sweep is to have room for
-        self._weighed: dict[object, int] = {}
+        self._graphs: deque[tuple[int, Traced]] = deque()  # the graphs of the last steps
+        self._takes_graphs = options.keeps_graphs  # whether steps keep graphs, until a state has to be dropped
+        self._at_once = 1  # the number of graphs to have room for in the sweep
+        self._sizes: dict[object, int] = {}
         self._budget: Budget | None = None
         self._start: State = {}
         self._last: State = {}
         self._count = 0
-        self._begins: list[int] = []  # where each step of the loop begins among the recorded ones
-        self._losses: dict[int, list[OuterLoss]] = {}  # that were added, by the recorded steps before them
+        self._begins: list[int] = []  # the first recorded step of each step of the loop
+        self._losses: dict[int, list[OuterLoss]] = {}  # the added losses, by the number of recorded steps before them
 
     def start(self, z: State, copies: State) -> State:
         self._start = super().start(z, copies)
@@ -191,28 +191,28 @@ class _ReverseTape(Tape):
 
     @property
     def _first(self) -> int:
-        """The first recorded step that the sweep goes back to: one of the loop may be made of several."""
+        """The recorded step at which the sweep ends. A step of the loop may consist of several recorded steps."""
         m, last = self._options.truncate, self._steps.get(self._count - 1)
-        if m is not None and last is not None and last.accumulates:  # of a step that is not taken yet
+        if m is not None and last is not None and last.accumulates:  # the gradients so far of the next step
             m += 1
         return 0 if m is None or m >= len(self._begins) else self._begins[-m]
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
         k, self._binding = self._count, step.step.binding
-        if k in self._saved:  # of a step that failed
-            self._forget(k)
+        if k in self._saved:  # left by a step that failed
+            self._drop_failed(k)
         if self._takes_graphs:
             moved = step.take(z, monitor, graph=True)
             self._graphs.append((k, Traced(moved.at, moved.to, step.cut, step.leaves)))
-            self._weigh(step, z, moved)
+            self._update_budget(step, z, moved)
             self._fit()
             moved.to = as_leaves(moved.to)
         else:
-            self._admit(k, lambda: self._kept(step, z), k + 1)
+            self._admit(k, lambda: self._keep_shared(step, z), k + 1)
             started = time.perf_counter()
             moved = step.take(z, monitor)
             self._seconds += time.perf_counter() - started
-            if self._options.memory is not None and self._weigh(step, z, moved):
+            if self._options.memory is not None and self._update_budget(step, z, moved):
                 self._fit()
         self._last = moved.to
         if k - 1 not in self._steps or self._steps[k - 1].k != step.k:
@@ -230,10 +230,10 @@ class _ReverseTape(Tape):
                 del self._steps[j]
         return moved
 
-    # --- which states are kept ---
+    # --- which states are stored ---
 
     def _most_states(self, steps: int) -> int | None:
-        """How many states may be held in a loop of so many steps; None if there is no bound."""
+        """Return how many states may be held in a loop of so many steps, or None if there is no bound."""
         if self._options.checkpoint == "sqrt":
             return states_for_sqrt(steps)
         if self._budget is None or self._options.has_folder:
@@ -241,7 +241,7 @@ class _ReverseTape(Tape):
         return max(2, self._budget.states(self._at_once))
 
     def _admit(self, k: int, keep: Callable[[], Kept], end: int) -> None:
-        """Keep the state of step k, the latest one; if there is no room, drop the state that costs least to lose."""
+        """Store the state of the last step k. If there is no room, drop the state whose loss costs least."""
         c = self._options.checkpoint
         if isinstance(c, int) and k % c and self._saved:
             return
@@ -251,33 +251,33 @@ class _ReverseTape(Tape):
                 self._at_once = self._budget.graphs_at_once(end, self._at_once)
                 most = self._most_states(end) or most
             if not self._options.has_folder:
-                self._store.most = most + 1  # one more in the sweep, for the end of a step to be compared with
+                self._store.most = most + 1  # the sweep holds one more, to compare the end of a step with
             before = len(saved)
             while saved and len(saved) >= most:
                 i = least_missed(gaps_between([*saved, k], end), most, self._at_once)
                 if i == len(saved):
                     return
                 self._drop([saved.pop(i)])
-            if before - len(saved) > 1:  # room for graphs, which rows must not take
+            if before - len(saved) > 1:  # this room is for graphs, so rows must not take it
                 self._store.shrink(most + 1)
         self._saved[k] = keep()
 
     @property
-    def _shares(self) -> bool:
-        """Whether states share rows: where all of them are kept, each as a whole, and in memory."""
+    def _shares_rows(self) -> bool:
+        """Whether states share rows, which they do if all of them are stored, each whole and in memory."""
         options, binding = self._options, self._binding
         alone = options.checkpoint == 1 and options.truncate is None and options.memory is None
         return alone and not options.has_folder and binding is not None and not binding.shards
 
-    def _kept(self, step: RecordedStep, z: State) -> Kept:
-        """A copy of z. Where all states are kept, what accumulating steps leave alone is kept once.
+    def _keep_shared(self, step: RecordedStep, z: State) -> Kept:
+        """Store a copy of z. If states share rows, tensors that accumulating steps do not change are stored once.
 
-        Such a step moves no weight, and its derivative does not read the sum that it adds to.
+        Such a step changes no weight, and its derivative does not use the sum that it adds to.
         """
         before, binding = self._steps.get(self._count - 1), step.step.binding
         if z is self._start and not binding.shards and not self._options.has_folder:
-            return z  # it needs no copy: nobody writes to it
-        if not self._shares:
+            return z  # it is never written to, so it needs no copy
+        if not self._shares_rows:
             return self._keep(z)
         rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
         shared: State = {}
@@ -290,52 +290,52 @@ class _ReverseTape(Tape):
             else dict(shared)
         )
 
-    def _forget(self, k: int) -> None:
+    def _drop_failed(self, k: int) -> None:
         before = self._steps.get(k - 1)
-        if before is None or not before.accumulates or not self._shares:
-            self._drop([k])  # else its rows are another's as well
+        if before is None or not before.accumulates or not self._shares_rows:
+            self._drop([k])  # otherwise another state uses its rows too
 
-    def _weigh(self, step: RecordedStep, z: State, moved: Moved) -> bool:
-        """Update the budget by the size of this step. Return whether it changed; the largest kind of step counts."""
+    def _update_budget(self, step: RecordedStep, z: State, moved: Moved) -> bool:
+        """Update the budget by the size of this step, if it is the largest so far. Return whether it has changed."""
         binding, old = step.step.binding, self._budget
         whole, state = sum(x.nbytes for x in moved.to.values()), old.state if old else 0
         if old is None or whole > old.whole:
             state = sum(x.nbytes for x in binding.shard(moved.to).values())
         whole = max(whole, old.whole if old else 0)
-        unknown = step.kind not in self._weighed
+        unknown = step.kind not in self._sizes
         if unknown and self._takes_graphs:
-            self._weighed[step.kind] = whole + graph_bytes(moved.to, moved.at, step.tensors())
+            self._sizes[step.kind] = whole + graph_bytes(moved.to, moved.at, step.tensors())
             unknown = False
         memory = old.memory if old else parse(self._options.memory or "auto")
         if memory is None:
             memory = free(next(iter(moved.to.values())).device) // 2
-        one_plan = binding.largest_on_any_rank  # on every rank
-        heaviest, least, unknown = one_plan(max(self._weighed.values(), default=0), -memory, int(unknown))
-        if unknown:  # on some rank; it takes all of them to run a step again
-            self._weighed[step.kind] = self._weighed_again(step, z, moved, whole)
-            (heaviest,) = one_plan(max(self._weighed.values()))
+        one_plan = binding.largest_on_any_rank  # all ranks must have the same plan
+        heaviest, least, unknown = one_plan(max(self._sizes.values(), default=0), -memory, int(unknown))
+        if unknown:  # on some rank; only all ranks together can run a step again
+            self._sizes[step.kind] = self._measure(step, z, moved, whole)
+            (heaviest,) = one_plan(max(self._sizes.values()))
         if old is not None and (heaviest, state) == (old.graph, old.state):
             return False
         self._budget = Budget(-least, heaviest, state, 0 if self._options.keeps_graphs else heaviest, whole)
         self._budget.check()
         return True
 
-    def _weighed_again(self, step: RecordedStep, z: State, moved: Moved, whole: int) -> int:
-        """The bytes of the step's graph, or those that going back over it takes where graphs are not kept."""
+    def _measure(self, step: RecordedStep, z: State, moved: Moved, whole: int) -> int:
+        """Run the step again, and return the bytes of its graph, or of its pullback if graphs are not kept."""
         with torch.enable_grad(), full_precision():
             if self._options.keeps_graphs:
                 traced = step.trace(z)
                 return whole + graph_bytes(traced.to, traced.at, step.tensors())
-            pull = self._pull if self._compiler is None else PULLBACKS["lean"]()  # compiled code can't be watched
+            pull = self._pull if self._compiler is None else PULLBACKS["lean"]()  # compiled code can't be measured
             statistics = step.step.binding.statistics
             a = {n: x.detach() for n, x in moved.to.items() if x.is_floating_point() and n not in statistics}
             return peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), pull))
 
     def _fit(self) -> None:
-        """Replace graphs by states, oldest first, until all fits. With no graph left, a new state replaces another."""
+        """Replace graphs by states, oldest first, until all fit. If no graph is left, a new state replaces another."""
         budget = self._budget
         assert budget is not None
-        self._store.most = len(self._saved) + 1  # a row at a time, as long as graphs have to make room for them
+        self._store.most = len(self._saved) + 1  # one row at a time, while graphs have to make room for it
         while self._graphs and not budget.fits(len(self._graphs), len(self._saved)):
             k, traced = self._graphs.popleft()
             if self._graphs:
@@ -357,7 +357,7 @@ class _ReverseTape(Tape):
             self._store.shrink(most + 1)
 
     def _keep(self, z: State) -> Kept:
-        """A copy of what this process keeps of z."""
+        """Store a copy of z, or of this rank's part of it."""
         assert self._binding is not None
         return self._store.keep(self._binding.shard(z))
 
@@ -384,13 +384,13 @@ class _ReverseTape(Tape):
 
     @property
     def _end(self) -> int:
-        """The first step whose graph is kept."""
+        """The first step whose graph is stored."""
         return self._graphs[0][0] if self._graphs else self._count
 
     def _schedule(self, end: int) -> Iterator[Keep | Sweep]:
         saved, first = sorted(j for j in self._saved if j < end), self._first
         for action in schedule(saved, end, self._room):
-            if end <= first:  # what is left lies before the last steps that were asked for
+            if end <= first:  # all steps that truncate= asks for are done
                 return
             yield action
             if isinstance(action, Sweep):
@@ -408,21 +408,21 @@ class _ReverseTape(Tape):
         return Plan(self._count, 0, len(self._saved), reruns, *sizes, folder, step)
 
     def _backwards(self, left: int) -> Iterator[tuple[int, State, Traced | None]]:
-        """K − 1, K − 2, …: recorded steps, with the states that they began from; and a graph, where there is one.
+        """Yield the recorded steps, last first, with the states that they start from, and with their graphs if stored.
 
-        With `left`, only the first so many of the recorded steps.
+        Of the steps without a stored graph, only the first `left` are visited.
         """
         end = min(left, self._end)
         for i in reversed(range(len(self._graphs))):
             k, traced = self._graphs[i]
-            if self._saved:  # their room will be needed
+            if self._saved:  # states will need the room of the graph
                 self._graphs.pop()
                 self._saved[k] = self._keep(traced.at)
             yield k, traced.at, traced
             del traced
-        between: dict[int, Kept] = {}  # states between those that are saved, for as long as they are needed
-        gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved ones that could be dropped
-        last = -1  # the state that was gone over last: the step before should end there, and is to be compared with it
+        between: dict[int, Kept] = {}  # states between the saved ones, while they are needed
+        gone = sorted((k for k in self._saved if k >= end), reverse=True)  # saved states that may be dropped
+        last = -1  # the last state of the sweep, with which the end of the step before it is compared
 
         try:
             for action in self._schedule(end):
@@ -441,7 +441,7 @@ class _ReverseTape(Tape):
                     graphs.append((traced.at, traced))
                     z = as_leaves(traced.to)
                     del traced
-                graphs.append((z, None))  # the last one is pulled through as it is run again
+                graphs.append((z, None))  # the last step is run again by its pullback
                 del z
                 for k in reversed(range(max(at, self._first), action.end)):
                     yield k, *graphs.pop()
@@ -474,7 +474,7 @@ class _ReverseTape(Tape):
     def _sweep(
         self, end: End | None, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
     ) -> Iterator[tuple[str, State]]:
-        """Where the sweep has come to, and the adjoint there."""
+        """Yield each place of the sweep, as errors name it, and the adjoint there."""
         adjoints = Store(rows=1)
         losses: Mapping[int, list[OuterLoss]] = self._losses if end is None else {self._count: [end]}
         a: State = {}
@@ -492,7 +492,7 @@ class _ReverseTape(Tape):
         yield "in the outer loss itself", a
         for i, z, traced in self._backwards(left):
             step, new = self._steps[i], a
-            if not a:  # no loss so far
+            if not a:  # there is no loss after this step
                 pass
             elif traced is None:
                 pulled = step.pull(z, a, wanted, found, self._pull, after)
@@ -518,7 +518,7 @@ class _ReverseTape(Tape):
     def _journal(
         self, inputs: Sequence[Tensor] | None, found: Gradients, a: State, losses: Mapping[int, list[OuterLoss]]
     ) -> Journal:
-        """The journal of this sweep, which only fits a sweep with the same numbers in it."""
+        """Return the journal of this sweep, which only a sweep with the same numbers can continue."""
         if inputs is None:
             raise ValueError(
                 "bilevel.Reverse: resume=True keeps sums for inputs that are named. Call loop.backward(inputs) or "
@@ -547,7 +547,7 @@ class _ReverseTape(Tape):
         return Journal(self._options.store, about, self._options.every)
 
     def _all_leaves(self, losses: Mapping[int, list[OuterLoss]]) -> list[Tensor]:
-        """Every outer variable that any step has seen: one whose requires_grad was set late was there before."""
+        """Return the outer variables of all steps. If requires_grad was set late, earlier steps use that tensor too."""
         every = [x for at in losses.values() for loss in at for x in loss.leaves]
         every += [x for step in self._steps.values() for x in step.leaves]
         return list({id(x): x for x in every}.values())
@@ -561,5 +561,5 @@ class _ReverseTape(Tape):
 
 
 def _sum(x: State, y: State) -> State:
-    """x + y, where what one of them lacks is 0."""
+    """Return x + y, where a name that one of them lacks counts as 0."""
     return {**x, **{n: x[n] + v if n in x else v for n, v in y.items()}}
