@@ -1,7 +1,7 @@
-"""Where iterates are kept: side by side in a few large buffers, and in a file where they do not fit.
+"""Storage for iterates: rows of a few large buffers, and a file for those that do not fit.
 
-A tensor that lives long, allocated among those that come and go with a step, leaves a hole in the heap next to it: a
-list of iterates took several times its own size. Rows of a buffer that was allocated in one piece do not.
+A tensor that lives long, allocated between the short-lived tensors of a step, leaves a hole in the heap beside it. A
+list of iterates took several times its own size for that reason. Rows of a buffer that is allocated as one do not.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from torch import Tensor
 
 from ..graph import State
 
-_BUFFER = 32 * 2**20  # bytes that a buffer has at the most, unless a single row has more
-_ALIGNED = 64  # bytes at which a tensor begins in a file's record
+_BUFFER = 32 * 2**20  # the largest size of a buffer in bytes, unless a single row is larger
+_ALIGNED = 64  # tensors in a record of the file begin at multiples of this many bytes
 
 
 class Store:
-    """Copies of states in a buffer of some rows, then in further ones of an eighth of all rows so far.
+    """Copies of states in rows of buffers. Each further buffer has an eighth as many rows as there are already.
 
-    A row is used again once its state was dropped, and no more than `most` rows are bought while one of them is free.
-    With `place` "host" the rows are in (pinned) host memory. Any other place than that and "device" is a folder: what
-    is more than `most` states (0, if None) goes to a file in it.
+    A row is used again when its state is dropped. No more than `most` rows are allocated while one of them is free.
+    With `place` "host" the rows are in (pinned) host memory. Any place other than "host" and "device" is a folder: of
+    the states, `most` (None: 0) are in memory, and the others in a file in that folder.
     """
 
     def __init__(self, rows: int = 4, place: str | os.PathLike[str] = "device") -> None:
@@ -43,35 +43,35 @@ class Store:
 
     @property
     def rows(self) -> int:
-        """How many rows were bought, free ones as well."""
+        """The number of allocated rows, including free ones."""
         return sum(len(rows) for _, rows in self._buffers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, free ones as well."""
+        """The bytes of all rows, including free ones."""
         return sum(x.nbytes for _, rows in self._buffers for row in rows for x in row.values())
 
     @property
     def in_memory(self) -> int:
-        """How many states are held in rows."""
+        """The number of states in rows."""
         return self.rows - sum(map(len, self._free.values()))
 
     def keep(self, z: State) -> Kept:
-        """A copy of z, which `fetch` brings back."""
+        """Store a copy of z, which `fetch` returns."""
         if self.file is not None and self.in_memory >= (self.most or 0):
             return self.file.write(z)
         return self.keep_in_memory(z)
 
     def keep_in_memory(self, z: State) -> State:
-        """A copy of z in a row."""
-        names = tuple(sorted(z))  # tensors keep shape and type from step to step; momentum adds some
+        """Store a copy of z in a row."""
+        names = tuple(sorted(z))  # shapes and types stay the same; momentum adds tensors
         free = self._free[names]
         if not free:
             self._devices.update((n, x.device) for n, x in z.items())
             if self.most is not None and self.rows >= self.most:
-                self.shrink(self.most)  # of rows that have other names
+                self.shrink(self.most)  # drops rows with other names
             wanted = max(self._least, self.rows // 8)
-            free += self._buy(names, z, wanted if self.most is None else max(1, min(wanted, self.most - self.rows)))
+            free += self._grow(names, z, wanted if self.most is None else max(1, min(wanted, self.most - self.rows)))
         kept = free.pop()
         with torch.no_grad():
             for n, x in z.items():
@@ -79,7 +79,7 @@ class Store:
         return kept
 
     def move_to_file(self, kept: Kept) -> Kept:
-        """Give the row of a state back, which is in the file from then on."""
+        """Move a state from its row to the file, and free the row."""
         if self.file is None or isinstance(kept, Record):
             return kept
         moved = self.file.write(kept)
@@ -87,14 +87,14 @@ class Store:
         return moved
 
     def fetch(self, kept: Kept) -> State:
-        """The state that `keep` has kept, on the devices that it was on."""
+        """Return a stored state, on the devices that it was on."""
         if isinstance(kept, Record):
             assert self.file is not None
             return self.file.read(kept)
         return {n: x.to(self._devices[n], non_blocking=True) for n, x in kept.items()} if self._offload else kept
 
     def replace(self, kept: State | None, z: State) -> State:
-        """A copy of z in place of the one that was kept before, in the same row if it has the same names."""
+        """Store a copy of z in place of an earlier state, in the same row if it has the same names."""
         if kept is None or kept.keys() != z.keys():
             new = self.keep_in_memory(z)
             if kept is not None:
@@ -102,7 +102,7 @@ class Store:
             return new
         rows = {x.untyped_storage().data_ptr() for x in kept.values()}
         with torch.no_grad():
-            # what passed through unchanged is there already; what is there under another name is read before it goes
+            # unchanged tensors are in the row already; one that is there under another name is read before it is lost
             moved = {n: x for n, x in z.items() if x.data_ptr() != kept[n].data_ptr()}
             moved = {n: x.clone() if x.untyped_storage().data_ptr() in rows else x for n, x in moved.items()}
             for n, x in moved.items():
@@ -110,7 +110,7 @@ class Store:
         return kept
 
     def drop(self, kept: Kept) -> None:
-        """Forget a state that `keep` returned."""
+        """Free the room of a state that `keep` returned."""
         if isinstance(kept, Record):
             assert self.file is not None
             self.file.drop(kept)
@@ -118,9 +118,9 @@ class Store:
         self._free[tuple(sorted(kept))].append(kept)
 
     def shrink(self, most: int) -> None:
-        """Let go of buffers until no more than `most` rows are left, or none is free enough.
+        """Release buffers until no more than `most` rows are left, or none has enough free rows.
 
-        States that live in a buffer move to free rows of others; whoever holds what `keep` returned holds them still.
+        States in such a buffer move to free rows of others. What `keep` returned for them stays valid.
         """
         self.most = most
         for buffer in sorted(self._buffers, key=lambda b: len(b[1])):
@@ -136,7 +136,7 @@ class Store:
                 continue
             self._buffers = [b for b in self._buffers if b is not buffer]
             if missing > 0:
-                elsewhere += self._buy(names, living[0], missing)
+                elsewhere += self._grow(names, living[0], missing)
             for row in living:
                 to = elsewhere.pop()
                 with torch.no_grad():
@@ -147,7 +147,7 @@ class Store:
                 home[next(i for i, other in enumerate(home) if other is to)] = row
             self._free[names] = elsewhere
 
-    def _buy(self, names: tuple[str, ...], z: State, rows: int) -> list[State]:
+    def _grow(self, names: tuple[str, ...], z: State, rows: int) -> list[State]:
         homes = {
             n: torch.device("cpu") if self._offload and x.type != "meta" else x
             for n, x in ((n, self._devices[n]) for n in z)
@@ -174,14 +174,14 @@ class Store:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """Those of x where it has no gaps (channels-last stays so), else those of a plain tensor."""
+    """Return the strides of x if it has no gaps (channels-last is preserved), else those of a contiguous tensor."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     dense = x.numel() == 0 or (span == x.numel() and 0 not in x.stride())
     return x.stride() if dense else torch.empty(x.shape, device="meta").stride()
 
 
 class _Place(NamedTuple):
-    """Where a tensor is in a record, and what it has to be made into again."""
+    """The place of a tensor in a record, and what is needed to make the tensor again."""
 
     begin: int
     shape: torch.Size
@@ -191,7 +191,7 @@ class _Place(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A state in a file: where it begins, how many bytes it has, and its tensors."""
+    """A state in a file: where it begins, its size in bytes, and the places of its tensors."""
 
     begin: int
     size: int
@@ -202,24 +202,24 @@ Kept = State | Record
 
 
 class StateFile:
-    """States in a file that has no name, so that the disk space is free again however the process ends.
+    """States in a file without a name, whose disk space is freed however the process ends.
 
-    A state is written once, from a buffer that is used for all of them, and read into a new one. The system is told
-    that the pages are not needed in memory. Room is asked for before it is filled: a disk that is too small is an
-    error of its own, and not a half-written state.
+    All states are written from one buffer, and each is read into a new one. The system is told that the pages are not
+    needed in memory. Disk space is allocated before it is written to, so a full disk is a clear error and leaves no
+    half-written state.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = os.fspath(folder)
         self.states = self.nbytes = self.written = 0
-        self.seconds = 0.0  # that writing has taken
+        self.seconds = 0.0  # the time that writing has taken
         self._end = self._room = 0
         self._fd = -1
-        self._free: dict[int, list[int]] = defaultdict(list)  # where records of a size begin that were dropped
+        self._free: dict[int, list[int]] = defaultdict(list)  # where dropped records of a size begin
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def write(self, z: State) -> Record:
-        """A copy of z in the file."""
+        """Write a copy of z to the file."""
         started, places, size = time.perf_counter(), dict[str, _Place](), 0
         for n, x in z.items():
             places[n] = _Place(size, x.shape, _strides(x), x.dtype, x.device)
@@ -258,7 +258,7 @@ class StateFile:
             done += moved
 
     def _append(self, size: int) -> int:
-        """Where a further record can go, on disk space that is there."""
+        """Return where to write a further record, after allocating disk space for it."""
         if self._fd < 0:
             self._open()
         begin, self._end = self._end, self._end + size
