@@ -1,4 +1,4 @@
-"""The whole graph kept, differentiated by autograd in one go: the oracle, differentiable again."""
+"""The engine that keeps the whole graph of the loop, for autograd. Its result can be differentiated again."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class _UnrollTape(Tape):
     def __init__(self) -> None:
         self._start: State = {}
         self._losses_seen: set[object] = set()
-        self._edges: list[list[GradientEdge]] = []  # where each state is in the graph, which may let go of its numbers
-        self._losses: list[Tensor] = []  # that were added, with their graphs
+        self._edges: list[list[GradientEdge]] = []  # the place of each state in the graph, without its values
+        self._losses: list[Tensor] = []  # the added losses, with their graphs
 
     def start(self, z: State, copies: State) -> State:
         with torch.enable_grad():
@@ -81,7 +81,7 @@ class _UnrollTape(Tape):
 
     @contextmanager
     def _value(self, end: End | None) -> Generator[Tensor]:
-        """The scalar to differentiate, with its graph: the loss at the end, or the sum of those that were added."""
+        """Yield the scalar to differentiate, with its graph: the loss at the end, or the sum of the added losses."""
         if end is None:
             yield sum(self._losses[1:], self._losses[0])
             return
@@ -100,7 +100,7 @@ class _UnrollTape(Tape):
                 )
                 for tensor, grad in zip(wanted, grads, strict=True):
                     found.add(found.direct, tensor, grad)
-        return found, {}  # z_0 is attached to the model: what lies before it was reached through it
+        return found, {}  # z_0 has a graph to the model, so the gradients for what it was computed from are in `found`
 
     def first_not_finite(self, end: End | None) -> str | None:
         with self._value(end) as loss:
