@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ EXAMPLES = """examples:
 
 
 def _named(metavar: str) -> Any:
-    """How help shows a flag whose default its own sentence explains."""
+    """Return how the help shows a flag whose sentence explains the default."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -42,7 +43,7 @@ Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 @dataclass(frozen=True)
 class Reading:
-    """What is what in the data. Everything that is not given is found out, and the report says how."""
+    """The parts of the data. What is not given is found out, and the report says how."""
 
     label: Column = None
     """Column of the labels; without this flag, "label"."""
@@ -63,16 +64,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go, and what becomes of a run that is there."""
+    """Where the results go, and what happens to an earlier run in that folder."""
 
     out: Folder = None
     """Folder for the results; without this flag, runs/NAME with the name of the data."""
     decisions: File = None
-    """The review that was exported from report.html; what it keeps or relabels counts as checked."""
+    """The review that was exported from report.html. Labels that it keeps or changes count as checked."""
     resume: Switch = False
-    """Write what is missing of the run in --out, if data and settings are still the same."""
+    """Write the files that are missing from the run in --out, if data and settings are still the same."""
     overwrite: Switch = False
-    """Replace the run in --out; decisions.csv and other files there stay."""
+    """Replace the run in --out. Its decisions.csv and files of yours stay."""
     quiet: Switch = False
     """Show no progress."""
 
@@ -87,7 +88,7 @@ class Command:
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Read the command line; leave with code 2 and a suggestion where a flag is misspelt."""
+    """Read the command line. A misspelt flag ends the command with code 2 and a suggestion."""
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     return tyro.cli(Command, prog="bilevel-clean", description=f"{ABOUT}\n\n{EXAMPLES}", args=argv, config=style)
 
@@ -102,9 +103,21 @@ def main(argv: Sequence[str] | None = None) -> int:
               file=sys.stderr)  # fmt: skip
         return 130
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
-        print(f"bilevel-clean: error: {str(error).removeprefix('bilevel-clean: ')}", file=sys.stderr)
+        print(f"bilevel-clean: error: {_with_flags(str(error).removeprefix('bilevel-clean: '))}", file=sys.stderr)
         return 2
     return 0
+
+
+def _with_flags(error: str) -> str:
+    """Write arguments of `read` as flags: "label='kind'" becomes "--label kind", and "text=," becomes "--text,"."""
+    names = "|".join(field.name for field in fields(Reading))
+    value = r"""(?:(?P<quote>['"])(?P<value>.*?)(?P=quote)|(?P<metavar>[A-Z]+)|(?=[\s,.)]))"""
+
+    def flag(found: re.Match[str]) -> str:
+        value = found["metavar"] or (found["value"] is not None and shlex.quote(found["value"]))
+        return f"--{found['name']} {value}" if value else f"--{found['name']}"
+
+    return re.sub(rf"(?<![\w/.-])(?P<name>{names})={value}", flag, error)
 
 
 def run(command: Command, argv: Sequence[str]) -> str:
@@ -131,7 +144,7 @@ def run(command: Command, argv: Sequence[str]) -> str:
 
 
 def _demo(command: Command, how: dict[str, Any]) -> Demo | None:
-    """The data of the demo, if that is meant: the word is a path where there is one of that name."""
+    """Return the data of the demo if the command is for it, and not for a file that is called demo."""
     if command.data != "demo" or Path("demo").exists():
         return None
     if how:
@@ -146,7 +159,7 @@ def _show(bar: tqdm[Any], share: float, words: str) -> None:
 
 
 def _reviewed(cleaner: Cleaner) -> str:
-    """How many decisions were applied."""
+    """Return a sentence that tells how many decisions were applied."""
     review = cleaner.fitted.decisions
     if review is None:
         return ""
@@ -161,7 +174,7 @@ def _files(folder: Path, written: list[str], seconds: float) -> str:
 
 
 def _next(folder: Path, words: Sequence[str], decisions: Path | None) -> str:
-    """What to do now, with the command to paste."""
+    """Return what to do next, with the command to paste."""
     review = () if decisions else ("--decisions", "decisions.csv")
     rerun = shlex.join(["bilevel-clean", *words, *review, "--overwrite"])
     return f"Next: open {folder / REPORT}, review the suspects, export decisions.csv, then run\n  {rerun}"
