@@ -27,12 +27,12 @@ Suspects = Literal["drop", "relabel", "keep"]
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit leaves behind.
+    """The result of a fit.
 
-    fingerprint: of the rows. words: what the features are.
+    fingerprint: the checksum of the rows. words: a sentence that describes the features.
     path: where the data was read from; None for data in memory. how: the arguments of `read`.
     decisions: the review that was applied to the rows, if any.
-    complete: whether the table is what was read; a saved one has no images or other objects in its cells.
+    complete: whether the table is the one that was read. A saved one has no images or other objects in its cells.
     """
 
     rows: Rows
@@ -91,10 +91,10 @@ class Cleaner:
         """Judge the label of every row of the data, and return the cleaner itself.
 
         data: a path, a pandas DataFrame, a Hugging Face data set, the NumPy arrays (x, y, checked), or Rows.
-        label, checked, image, text, columns, embeddings, root: what is what in the data; see `read`.
+        label, checked, image, text, columns, embeddings, root: the parts of the data; see `read`.
         decisions: a review that was exported from the report, as a file or a frame. What it keeps or relabels counts as
         checked.
-        progress: a function that is called with the share of the work that is done, and what is being done.
+        progress: a function that is called with the share of the work that is done, and the name of the current part.
         """
         self._validate()
         how = {"label": label, "checked": checked, "image": image, "text": text, "columns": columns,
@@ -131,7 +131,7 @@ class Cleaner:
 
     @property
     def fitted(self) -> Fit:
-        """Everything that the last fit, or load, has left."""
+        """The result of the last fit or load."""
         if self._fit is None:
             raise AttributeError("bilevel-clean: this cleaner has no result yet; call fit(data) first.")
         return self._fit
@@ -143,7 +143,7 @@ class Cleaner:
 
     @property
     def verdict(self) -> Verdict:
-        """What is believed of each row that was judged."""
+        """The verdict on each row that was judged."""
         return self.fitted.verdict
 
     @property
@@ -167,15 +167,15 @@ class Cleaner:
         return pd.DataFrame(columns, index=rows.table.index)
 
     def issues(self) -> pd.DataFrame:
-        """The lines of `frame` whose label is called wrong, the most suspicious one first."""
+        """Return the lines of `frame` whose label is called wrong, the most suspicious first."""
         return self.frame.loc[lambda frame: frame["is_label_issue"]].sort_values(by="label_score", kind="stable")
 
     def trust(self) -> str:
-        """How far the result can be trusted, in a few lines of text: counts, estimates and warnings."""
+        """Return how far the result can be trusted, in a few lines of text: counts, estimates and warnings."""
         return trust.text(self.rows, self.verdict, self.fitted.words)
 
     def cleaned(self, suspects: Suspects = "drop") -> pd.DataFrame:
-        """The table that was given, with its index and columns, after cleaning.
+        """Return the table that was given, with its index and columns, after cleaning.
 
         The decisions of a review are applied. The suspects that are left are dropped, relabelled with the suggested
         label, or kept. Rows that were skipped have no label or no readable content, and are left out.
@@ -213,11 +213,11 @@ class Cleaner:
     # --- settings and files ------------------------------------------------------------------------------------
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """The settings by name."""
+        """Return the settings by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.init}
 
     def settings(self) -> dict[str, Any]:
-        """Every setting as a plain value, those of the options among them."""
+        """Return every setting as a plain value, including those of the options."""
         params = self.get_params()
         plain = {name: str(v) if isinstance(v, Path) else v for name, v in params.items() if name != "options"}
         return {**plain, **asdict(self.options)}
@@ -266,7 +266,7 @@ class Cleaner:
         return cleaner
 
     def _read_again(self) -> None:
-        """Read what a saved cleaner does not hold, from the file it was in or from the columns of the table."""
+        """Read what a saved cleaner does not hold, from its file or from the columns of the table."""
         fit = self.fitted
         why: Exception | None = None
         if fit.path is not None:
@@ -282,7 +282,7 @@ class Cleaner:
         ) from why
 
     def _attach(self, data: Any) -> None:
-        """Take the rows of the data, after making sure that it is what the cleaner was fitted to."""
+        """Take the rows of the data, after checking that the cleaner was fitted to them."""
         fit = self.fitted
         rows = data if isinstance(data, Rows) else read(data, **fit.how)
         rows = rows if fit.decisions is None else decided(rows, fit.decisions)
@@ -296,7 +296,7 @@ def _silent(share: float, words: str) -> None:
 
 
 def _spread(values: Any, places: Any, n: int, empty: Any) -> Any:
-    """An array of n values: these at their places, and what stands for nothing elsewhere."""
+    """Return an array of n entries: the values at their places, and `empty` elsewhere."""
     full = np.full(n, empty, dtype=values.dtype)
     full[places] = values
     return full
@@ -304,7 +304,7 @@ def _spread(values: Any, places: Any, n: int, empty: Any) -> Any:
 
 @contextmanager
 def limited(threads: int | None) -> Iterator[None]:
-    """Let torch and the libraries of linear algebra use this number of threads for a while; None changes nothing."""
+    """Let torch and the libraries of linear algebra use so many threads in this context; None changes nothing."""
     before = torch.get_num_threads()
     with threadpool_limits(threads):
         torch.set_num_threads(threads or before)
