@@ -1,4 +1,4 @@
-"""How good a list of suspects is where the truth is known, beside simpler ways to make one."""
+"""The quality of a list of suspects where the truth is known, compared with simpler methods."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .read import read
 from .rows import Rows
 
 REGULARISATION = (0.001, 0.01, 0.1, 1.0, 10.0)
-CHECKED, WRONG = 100, 0.3  # of the demo: how many rows are checked, and the share of wrong labels among the others
+CHECKED, WRONG = 100, 0.3  # the demo's number of checked rows, and its share of wrong labels among the others
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Demo:
 
 
 def demo(seed: int = 0) -> Demo:
-    """Scikit-learn's digits. Half of the wrong labels are the next digit, as in a slip; the others are any digit."""
+    """Return scikit-learn's digits. Half of the wrong labels are the next digit, as in a slip; others are any digit."""
     from sklearn.datasets import load_digits
 
     digits: Any = load_digits()
     x, y = (digits.images * (255 / 16)).astype(np.uint8), digits.target.astype(np.int64)
-    # The last 500 digits are by other writers than the first, so that the test set has handwriting that is new.
+    # The last 500 digits are by other writers than the first, so the handwriting of the test set is new.
     x, truth, x_test, y_test = x[:-500], y[:-500], x[-500:], y[-500:]
     random = np.random.default_rng(seed)
     checked = np.zeros(len(x), bool)
@@ -65,7 +65,7 @@ def demo(seed: int = 0) -> Demo:
 
 
 def checked_alone(x: NDArray[Any], given: NDArray[np.int64], checked: NDArray[np.bool_], seed: int = 0) -> Found:
-    """A classifier of the checked rows alone: a label is called wrong where it predicts another class."""
+    """Call a label wrong if a classifier of the checked rows alone predicts another class."""
     model = _classifier(seed).fit(x[checked], given[checked])
     p = model.predict_proba(x)
     known = {c: n for n, c in enumerate(model.classes_.tolist())}
@@ -74,7 +74,7 @@ def checked_alone(x: NDArray[Any], given: NDArray[np.int64], checked: NDArray[np
 
 
 def confident_learning(x: NDArray[Any], given: NDArray[np.int64], checked: NDArray[np.bool_], seed: int = 0) -> Found:
-    """Cleanlab's confident learning, on the predictions of a classifier that is cross-validated on all rows."""
+    """Run cleanlab's confident learning on the predictions of a classifier that is cross-validated on all rows."""
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
@@ -87,7 +87,7 @@ def confident_learning(x: NDArray[Any], given: NDArray[np.int64], checked: NDArr
 
 
 def baselines(x: NDArray[Any], given: NDArray[np.int64], checked: NDArray[np.bool_], seed: int = 0) -> dict[str, Found]:
-    """The simpler ways that can be run here; cleanlab is one of them where it is installed."""
+    """Return the lists of the simpler methods, cleanlab among them if it is installed."""
     found = {"checked rows alone": checked_alone(x, given, checked, seed)}
     if find_spec("cleanlab") is not None:
         found["cleanlab"] = confident_learning(x, given, checked, seed)
@@ -95,7 +95,7 @@ def baselines(x: NDArray[Any], given: NDArray[np.int64], checked: NDArray[np.boo
 
 
 def quality(found: Found, wrong: NDArray[np.bool_], checked: NDArray[np.bool_]) -> dict[str, float]:
-    """F1, precision and recall of the list, and average precision of the ranking, among the unchecked rows."""
+    """Return F1, precision and recall of the list, and average precision of the ranking, on the unchecked rows."""
     from sklearn.metrics import average_precision_score, f1_score, precision_score, recall_score
 
     truth, called, rank = wrong[~checked], found.issue[~checked], -found.score[~checked]
@@ -108,7 +108,7 @@ def quality(found: Found, wrong: NDArray[np.bool_], checked: NDArray[np.bool_]) 
 
 
 def accuracies_on_test(data: Demo, issue: NDArray[np.bool_], seed: int = 0) -> dict[str, float]:
-    """Accuracy on the test set of one kind of classifier, trained on several choices of rows."""
+    """Return the test accuracy of one kind of classifier, trained on several choices of rows."""
     choices: Mapping[str, NDArray[np.bool_]] = {
         "all rows, as labelled": np.ones(len(data.given), bool),
         "checked rows alone": data.checked,
@@ -124,7 +124,7 @@ def accuracies_on_test(data: Demo, issue: NDArray[np.bool_], seed: int = 0) -> d
 
 @dataclass(frozen=True)
 class Comparison:
-    """Lists of suspects for the demo, by name, with what each is worth; the first one is the cleaner's."""
+    """Lists of suspects for the demo, by name, with the quality of each. The first one is the cleaner's."""
 
     lists: Mapping[str, Found]
     wrong: NDArray[np.bool_]
@@ -133,9 +133,9 @@ class Comparison:
 
     @classmethod
     def of(cls, data: Demo, cleaner: Cleaner) -> Comparison:
-        """Compare a cleaner with what the baselines find with the same features.
+        """Compare a cleaner with the baselines on the same features.
 
-        What a review has relabelled or dropped counts as called wrong.
+        Labels that a review has changed or dropped count as called wrong.
         """
         frame, seed = cleaner.frame, cleaner.seed
         x = features(data.rows(), cleaner.features, seed=seed, weights=cleaner.weights).x
@@ -153,11 +153,11 @@ class Comparison:
 
     @property
     def table(self) -> pd.DataFrame:
-        """What each list is worth, one line for each."""
+        """The quality of each list, one line for each."""
         return pd.DataFrame.from_dict(self.figures["lists"], orient="index").rename_axis("list of suspects")
 
     def text(self) -> str:
-        """Two tables in plain text."""
+        """Return two tables in plain text."""
         table = self.table
         head = ["list of suspects", *(str(name).replace("_", " ").replace("f1", "F1") for name in table.columns)]
         lines = [[str(name), *(f"{v:.3f}" for v in values)] for name, *values in table.itertuples(name=None)]
@@ -170,7 +170,7 @@ class Comparison:
         ])  # fmt: skip
 
     def draw(self, path: Path) -> Path:
-        """Plot precision against recall, and the test accuracies; return the .png."""
+        """Plot precision against recall, and the test accuracies. Return the path of the .png."""
         from sklearn.metrics import precision_recall_curve
 
         from .. import plots
@@ -193,12 +193,12 @@ class Comparison:
 
 
 def pixels(x: NDArray[np.uint8]) -> NDArray[Any]:
-    """Images as rows of numbers in [0, 1]."""
+    """Return images as rows of numbers in [0, 1]."""
     return x.reshape(len(x), -1) / np.float32(255)
 
 
 def _classifier(seed: int) -> Any:
-    """Logistic regression, with the regularisation that is best for held-out rows: without it, noise is learnt."""
+    """Return logistic regression whose regularisation is best for held-out rows. Without it, noise would be learnt."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV
 
