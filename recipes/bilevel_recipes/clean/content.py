@@ -1,4 +1,4 @@
-"""Which part of a table the judge works on, and the rows where that part can't be used."""
+"""The choice of the part of a table to judge labels by, and the rows where that part can't be used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .pictures import SUFFIXES, read_pictures
 from .rows import Kind
 from .sources import Source, find_column
 
-# Columns that say something about the label, written by this program or by a benchmark: never features.
+# Columns about the label that this program or a benchmark has written. They are never features.
 ABOUT_LABELS = frozenset(["checked", "truth", "is_label_issue", "label_score", "given_label", "suggested_label"])
 _IMAGE_NAMES = re.compile("(image|img|file|picture)?_?(file|path|name|image|img|picture)s?")
 _TEXT_NAMES = re.compile("(text|sentence|review|body|content|comment|message|tweet|document|description|question)s?")
@@ -27,7 +27,7 @@ _WORDS = 4  # a string column with fewer words in a cell, on average, holds cate
 
 @dataclass(frozen=True)
 class Choice:
-    """The columns to work on, and a sentence that says so. Without columns, it is the x of the source."""
+    """The columns to judge by, and a sentence that says so. Without columns, these are the x of the source."""
 
     kind: Kind
     columns: list[Any]
@@ -35,7 +35,7 @@ class Choice:
 
 
 def choose(source: Source, label: Any, taken: set[Any], image: Any, text: Any, columns: Any) -> Choice:
-    """Return the columns that were named; without any, what the table looks like."""
+    """Return the columns that were named, or if none were, those that the table itself suggests."""
     named = {key: value for key, value in (("image", image), ("text", text), ("columns", columns)) if value is not None}
     if len(named) > 1:
         raise ValueError(f"bilevel-clean: {' and '.join(named)} were given; the features are one of them.")
@@ -94,7 +94,7 @@ def _count(names: list[Any]) -> str:
     return f"{len(names)} column{'s' if len(names) > 1 else ''} ({_listed(names)})"
 
 
-# --- looking at a table ----------------------------------------------------------------------------------------
+# --- choosing by the table -------------------------------------------------------------------------------------
 
 
 def _look(table: pd.DataFrame, label: Any, candidates: list[Any]) -> Choice:
@@ -123,7 +123,7 @@ def _look(table: pd.DataFrame, label: Any, candidates: list[Any]) -> Choice:
 
 
 def _is_images(name: Any, column: pd.Series) -> bool:
-    """Whether the cells are encoded images, or file names of images in a column that is named so."""
+    """Return whether the cells are encoded images, or names of image files in a column with a fitting name."""
     cells = column.dropna().head(1000).tolist()
     if cells and all(isinstance(cell, Mapping) and {"bytes", "path"} & set(cell) for cell in cells):
         return True
@@ -134,7 +134,7 @@ def _is_images(name: Any, column: pd.Series) -> bool:
 
 
 def _text_columns(table: pd.DataFrame, candidates: list[Any]) -> list[Any]:
-    """Return the columns of several words; of more than one, those with the name of a text if there are any."""
+    """Return the columns of texts: those with a fitting name if there are any, else those of several words."""
     strings = {c: _words(table[c]) for c in candidates if _is_string(table[c])}
     named = [c for c in strings if _TEXT_NAMES.fullmatch(str(c).lower())]
     long = [c for c, words in strings.items() if words >= _WORDS and _distinct(table[c]) > 0.5]
@@ -164,7 +164,7 @@ def _is_category(column: pd.Series) -> bool:
 
 
 def _useless(name: Any, column: pd.Series, label: pd.Series) -> str | None:
-    """Return why a column is no feature, or None."""
+    """Return why a column can't be a feature, or None if it can."""
     if not (_is_numeric(column) or _is_category(column)):
         return "neither numbers nor text"
     if column.notna().sum() == 0:
@@ -184,17 +184,17 @@ def _is_id(name: Any) -> bool:
 
 
 def _repeats(column: pd.Series, label: pd.Series) -> bool:
-    """Whether each value stands for one label: a model of such a column would believe every label."""
+    """Return whether each value belongs to one label. A model of such a column would believe every label."""
     if types.is_float_dtype(column.dtype) or not 1 < label.nunique() == column.nunique():
         return False
     return len(pd.DataFrame({"a": column.array, "b": label.array}).dropna().drop_duplicates()) == label.nunique()
 
 
-# --- reading what was chosen -----------------------------------------------------------------------------------
+# --- reading the chosen part -----------------------------------------------------------------------------------
 
 
 def name_images(source: Source, column: Any) -> None:
-    """Keep encoded images apart from the table, which has their names instead, and call the rows by these."""
+    """Move encoded images from the table to `source.cells`, and name the table's cells and rows after them."""
     cells = source.table[column].tolist() if source.cells is None else source.cells
     if source.cells is None and any(isinstance(cell, (Mapping, bytes)) for cell in cells):
         source.cells = cells
@@ -208,7 +208,7 @@ def name_images(source: Source, column: Any) -> None:
 
 
 def load(choice: Choice, source: Source, rows: NDArray[np.int64]) -> tuple[Any, dict[int, str]]:
-    """Return the content of these rows, and the reasons of those that have none, by their place in it."""
+    """Return the content of these rows, and why some have none, by their position in it."""
     if source.x is not None:
         x = source.x if len(rows) == len(source.x) else source.x[rows]
         return usable_numbers(x) if choice.kind == "embeddings" else (x, {})
@@ -224,7 +224,7 @@ def load(choice: Choice, source: Source, rows: NDArray[np.int64]) -> tuple[Any, 
 
 
 def _features(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Return numbers as float64 and all else as categories, where a missing one is the category ""."""
+    """Return numbers as float64 and everything else as categories, where a missing value is the category ""."""
     columns: dict[str, Any] = {}
     bad = np.zeros((len(table), 0), bool)
     numeric: list[str] = []
@@ -251,7 +251,7 @@ def usable_numbers(x: NDArray[Any]) -> tuple[NDArray[Any], dict[int, str]]:
 
 
 def read_embeddings(given: Any, n: int) -> NDArray[Any]:
-    """Return N × D embeddings, out of a .npy file or an array."""
+    """Return N × D embeddings from a .npy file or an array."""
     where = f"the file {given}" if isinstance(given, (str, Path)) else "embeddings"
     x = _read_npy(Path(given)) if isinstance(given, (str, Path)) else np.asarray(given)
     if x.ndim != 2 or x.dtype.kind not in "biuf" or x.shape[1] == 0:
