@@ -1,4 +1,4 @@
-"""What a person decided about rows: read from the CSV file that the report exports, and applied to the rows."""
+"""The decisions of a review: read from the CSV file that the report exports, and applied to the rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DROPPED = "dropped by decision"
 
 
 def read_decisions(source: str | Path | pd.DataFrame, rows: Rows) -> pd.DataFrame:
-    """Read the decisions that the report exported, and make sure that they are about these rows.
+    """Read the decisions that the report exported, and check that they are about these rows.
 
     source: a file, or a frame with the columns of such a file. The frame that is returned has one line for each
     decision: row (the position in rows.table), name, given_label, decision (keep, relabel or drop) and label (the label
@@ -100,7 +100,7 @@ def _read(path: Path) -> pd.DataFrame:
 
 
 def _from_frame(given: pd.DataFrame) -> pd.DataFrame:
-    """The same of a frame; its lines are numbered as those of a file with a header would be."""
+    """Return the same from a frame, whose lines are numbered like those of a file with a header."""
     _need_columns("the frame of decisions", given.columns)
     cells = given[COLUMNS].astype(object).where(given[COLUMNS].notna(), "").to_numpy().tolist()
     return _frame([[number, *map(str, line)] for number, line in enumerate(cells, 2)])
@@ -137,13 +137,13 @@ def _text(path: Path) -> str:
 
 
 def _number(cell: str) -> int | str:
-    """The row as a number, or the cell itself, for the error to show."""
+    """Return the row as a number, or the cell itself, which the error then shows."""
     cell = cell.strip()
     return int(cell) if cell.isascii() and cell.isdigit() else cell
 
 
 def _problems(found: pd.DataFrame, rows: Rows) -> Iterator[str]:
-    """Every reason, line by line, why a decision is not about these rows or can't be understood."""
+    """Yield, line by line, each reason why a decision is not about these rows or can't be understood."""
     given = {int(r): (n, rows.classes[c]) for r, n, c in zip(rows.used, rows.names, rows.y, strict=True)}
     reasons = {int(r): str(why) for r, why in zip(rows.skipped["row"], rows.skipped["reason"], strict=True)}
     first: dict[Any, int] = {}
@@ -160,14 +160,14 @@ def _problems(found: pd.DataFrame, rows: Rows) -> Iterator[str]:
 
 
 def _changed(now: tuple[str, str], name: str, label: str) -> str:
-    """How the row differs from what was decided about; empty where it is the same."""
+    """Return how the row differs from the one that was decided about, or "" if it is the same."""
     if now[0] != name:
         return f"is called {now[0]!r} in the data"
     return f"had the label {label!r} when it was decided and has {now[1]!r} now" if now[1] != label else ""
 
 
 def _unclear(decision: str, given: str, label: str, classes: list[str]) -> str:
-    """Why the decision can't be understood; empty where it can."""
+    """Return why the decision can't be understood, or "" if it can."""
     if decision not in DECISIONS:
         return f"has the decision {decision!r}; it must be one of {', '.join(DECISIONS)}"
     if decision == "relabel" and label not in classes:
