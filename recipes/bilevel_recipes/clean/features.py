@@ -1,4 +1,4 @@
-"""Numbers that stand for each row of a data set: a dense matrix that a linear model can be trained on."""
+"""The features of a data set: a dense matrix on which a linear model can be trained."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from .rows import Kind, Rows
 
 Matrix = NDArray[np.float32]
 
-_LONGEST = 64  # pixels of the longer side; photographs are reduced to that for pixels and patches
-_HEAVY = 2.0  # a column with more skewness than this is compressed
-_LEVELS = 50  # one-hot columns of one categorical column; the rest of its levels share one
-_WORDS = 20_000  # entries of the vocabulary
+_LONGEST = 64  # the pixels of the longer side to which photographs are reduced for pixels and patches
+_HEAVY = 2.0  # the skewness above which a column is compressed
+_LEVELS = 50  # the largest number of one-hot columns for a categorical column; its other levels share one
+_WORDS = 20_000  # the size of the vocabulary
 
 
 @dataclass(frozen=True)
 class Features:
-    """x: M × D finite numbers, about as large as standard normal ones. words: one sentence that says what they are."""
+    """The features of M rows.
+
+    x: M × D finite numbers of about unit variance. words: a sentence that describes them.
+    """
 
     x: Matrix
     words: str
@@ -37,7 +40,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the functions below need to know besides the rows."""
+    """The settings of the functions below."""
 
     dimensions: int
     seed: int
@@ -55,11 +58,11 @@ def features(
     """Return features of the used rows.
 
     kind: "auto" chooses by the rows: patches for images, tfidf for text, columns for a table, embeddings as they are.
-    "pixels", "patches", "tfidf" and "columns" can be demanded. FILE.npy holds embeddings, one row for each row of the
+    "pixels", "patches", "tfidf" and "columns" can be chosen. FILE.npy holds embeddings, one row for each row of the
     input table (or of the used rows). "torchvision:NAME" and "timm:NAME" are the last layer but one of a model, whose
     weights come from the file weights or were downloaded before.
-    dimensions: with more features than this, their largest principal components take their place; 512 for text, whose
-    components are many and small, and 256 otherwise.
+    dimensions: more features than this are reduced to their largest principal components. The default is 512 for text,
+    whose components are many and small, and 256 otherwise.
     """
     start = time.perf_counter()
     dimensions = dimensions or (512 if rows.kind == "text" else 256)
@@ -103,7 +106,7 @@ def _refuse_unless(rows: Rows, kind: str, fitting: Kind) -> None:
 
 
 def _finish(x: Matrix, words: str, dimensions: int, seed: int) -> tuple[Matrix, str]:
-    """Drop constant features, and reduce those that are left to principal components if they are many."""
+    """Drop constant features, and reduce the others to principal components if there are many."""
     varying = np.ptp(x, axis=0) > 0
     if not varying.any():
         raise ValueError("bilevel-clean: all rows have the same features, so nothing tells them apart; give others.")
@@ -115,7 +118,7 @@ def _finish(x: Matrix, words: str, dimensions: int, seed: int) -> tuple[Matrix, 
 
 
 def _finite(x: NDArray[Any], rows: Rows, what: str) -> NDArray[Any]:
-    """Return x; rows of it with NaN or infinite values are refused, all of them together."""
+    """Return x, or refuse all its rows with NaN or infinite values in one error."""
     bad = [rows.names[i] for i in np.flatnonzero(~np.isfinite(x).all(1))]
     if bad:
         raise ValueError(
@@ -126,7 +129,7 @@ def _finite(x: NDArray[Any], rows: Rows, what: str) -> NDArray[Any]:
 
 
 def _standardised(x: NDArray[Any]) -> Matrix:
-    """Give each column mean 0 and deviation 1; a constant column stays constant."""
+    """Give each column mean 0 and standard deviation 1. A constant column becomes 0."""
     x = x if x.dtype in (np.float32, np.float64) else x.astype(np.float64)  # float16 would overflow
     deviation = x.std(0)
     rounding = 10 * np.finfo(x.dtype).eps * np.abs(x).max(0)
@@ -150,7 +153,7 @@ def _patches(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
 def _pixels(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
     images = _one_size(rows.content)
     words = f"The features are the pixels of the {_colour(images)} images at {images.shape[1]} × {images.shape[2]}."
-    # One scale for all pixels: with a scale of its own, a border pixel that is hardly ever set would count too much.
+    # All pixels have one scale. Otherwise a border pixel that is hardly ever set would count too much.
     return _unit_scale(images.reshape(len(images), -1)), words
 
 
@@ -208,7 +211,7 @@ def _columns(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
 
 
 def _number(column: pd.Series) -> Matrix:
-    """Standardise a column; with a long tail it is compressed first, so that no few rows outweigh all others."""
+    """Standardise a column. A long tail is compressed first, so that a few rows do not outweigh the others."""
     x = column.to_numpy(np.float64)
     if np.abs(column.skew()) > _HEAVY:
         distance = np.abs(x - np.median(x))
@@ -217,7 +220,7 @@ def _number(column: pd.Series) -> Matrix:
 
 
 def _levels(column: pd.Series) -> Matrix:
-    """One 0-1 column for each frequent level, and one for all others; centred, and of deviation 1 if balanced."""
+    """Return a 0-1 column for each frequent level and one for all others, centred and, if balanced, of variance 1."""
     from sklearn.preprocessing import OneHotEncoder
 
     encoder = OneHotEncoder(min_frequency=max(2, len(column) // 500), max_categories=_LEVELS, sparse_output=False)
@@ -236,7 +239,7 @@ def _embeddings_file(rows: Rows, path: str) -> tuple[Matrix, str]:
 
 
 def _aligned(rows: Rows, path: str) -> NDArray[Any]:
-    """Return a row of the file for each used row; the file has one for each of these, or for each row of the table."""
+    """Return the row of the file for each used row. The file has either those rows, or all rows of the table."""
     if len(rows.used) < len(rows.table):
         with suppress(ValueError):  # a file that is wrong in any other way is refused by the second call as well
             return read_embeddings(path, len(rows.used))
@@ -244,7 +247,7 @@ def _aligned(rows: Rows, path: str) -> NDArray[Any]:
 
 
 def _unit_scale(x: NDArray[Any]) -> Matrix:
-    """Centre each column, and divide all of them by one number, so that they have variance 1 on average."""
+    """Centre each column, and divide all columns by one number, so that their mean variance is 1."""
     x = x - x.mean(0)
     return (x / max(float(np.sqrt(np.square(x).mean())), 1e-12)).astype(np.float32)
 
