@@ -49,7 +49,7 @@ difference, any half-written file and any resume that fails counts as a loss.
 
 | recipe | kills | of these after a checkpoint | resumes | runs that ended | losses |
 | --- | ---: | ---: | ---: | ---: | ---: |"""
-WALL = ("seconds", "seconds_std", "versions", "command")  # what no two runs share
+WALL = ("seconds", "cpu_seconds", "seconds_std", "versions", "command")  # what no two runs share
 
 
 def start(recipe: str, out: Path, extra: list[str] | None = None) -> subprocess.Popen[bytes]:

@@ -134,7 +134,7 @@ def by_hand(encoder: nn.Module, batch: Any, solver: str, steps: int, t: float, s
         w, b = torch.zeros(3, 6, dtype=f.dtype), torch.zeros(3, dtype=f.dtype)
         for k in range(1, steps + 1):
             w, b = (p if p.requires_grad else p.requires_grad_() for p in (w, b))
-            a = 1.0 if solver == "gd" else 1 - (k + 1) ** -0.5 if "convergent" in solver else k**-0.25
+            a = 1.0 if solver == "gd" else k**-0.25 if "paper" in solver else 1 - (k + 1) ** -0.5
             h = F.cross_entropy(f @ w.T + b, y[task])
             g = F.cross_entropy(q[first] @ w.T + b, labels[first])
             dw, db = torch.autograd.grad(t * a * h + s * (1 - a) * g, (w, b), create_graph=True)
