@@ -21,10 +21,10 @@ _BATCH = 32
 
 @dataclass(frozen=True)
 class Backbone:
-    """A model without its last layer, and what its images have to be like.
+    """A model without its last layer, and the form of its images.
 
-    head: the name of the layer that was removed. cached: where its library puts downloaded weights.
-    height, width: in pixels. mean, deviation: of each colour, for values from 0 to 1.
+    head: the name of the removed layer. cached: where the model's library puts downloaded weights.
+    height, width: in pixels. mean, deviation: mean and standard deviation of each colour, for values from 0 to 1.
     """
 
     model: nn.Module
@@ -37,7 +37,7 @@ class Backbone:
 
 
 def encode(content: Any, name: str, weights: str | Path | None, quiet: bool) -> tuple[NDArray[np.float32], str]:
-    """Return what the model computes before its last layer, standardised, and a sentence that says so.
+    """Return the standardised outputs of the model before its last layer, and a sentence that describes them.
 
     name: "torchvision:resnet18" or "timm:resnet10t". weights: a .pt, .pth or .safetensors file with a state dict.
     """
@@ -56,7 +56,7 @@ def build(name: str) -> Backbone:
 
 
 def load(name: str, weights: str | Path | None) -> tuple[Backbone, Path]:
-    """Return the model with its weights, and the file that they are from: `weights`, or the cache of its library."""
+    """Return the model with its weights, and their file: `weights`, or the one in the cache of its library."""
     backbone = build(name)
     file = backbone.cached if weights is None else Path(weights)
     if not file.is_file():
@@ -69,7 +69,7 @@ def load(name: str, weights: str | Path | None) -> tuple[Backbone, Path]:
 
 
 def resized(content: Any, height: int, width: int, colour: bool = False) -> NDArray[np.uint8]:
-    """Return all images as one array of that size; in colour if one of them is, or if that is demanded."""
+    """Return all images as one array of that size, in colour if `colour` says so or one of them is."""
     colour = colour or any(image.ndim == 3 for image in content)
     mode = "RGB" if colour else "L"
     if isinstance(content, np.ndarray) and content.shape[1:3] == (height, width) and colour == (content.ndim == 4):
@@ -114,7 +114,7 @@ def _from_timm(name: str) -> Backbone:
 
 
 def _timm_cache(config: dict[str, Any], name: str) -> Path:
-    """Return the file in the cache of Hugging Face, or else the place where torch keeps its own downloads."""
+    """Return the file in the cache of Hugging Face, or else its place among the downloads of torch."""
     from huggingface_hub import try_to_load_from_cache  # a requirement of timm
 
     found = try_to_load_from_cache(config["hf_hub_id"], "model.safetensors") if config.get("hf_hub_id") else None
@@ -122,7 +122,7 @@ def _timm_cache(config: dict[str, Any], name: str) -> Path:
 
 
 def _load(backbone: Backbone, file: Path, name: str) -> None:
-    """Load the weights of every layer but the last; a file of another model is refused."""
+    """Load the weights of all layers but the last. A file of another model is refused."""
     state = _read(file)
     wanted = backbone.model.state_dict()
     rest = {key: value for key, value in state.items() if not key.startswith(f"{backbone.head}.")}
@@ -141,7 +141,7 @@ def _shape(state: dict[str, Tensor], key: str) -> tuple[int, ...] | None:
 
 
 def _read(file: Path) -> dict[str, Tensor]:
-    """Return a state dict, also where it is the state_dict or the model of a checkpoint; nothing is unpickled."""
+    """Return a state dict, which may be the state_dict or the model of a checkpoint. Nothing is unpickled."""
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file
