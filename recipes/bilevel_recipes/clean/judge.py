@@ -1,11 +1,11 @@
-"""Judge every label: how probable is it that it is right, given its row, all other rows, and how labels go wrong here?
+"""Judge every label: estimate how probably it is right, given its row, all other rows, and how labels go wrong.
 
 1. Classifiers of the rows are cross-fitted, and the noise of the labels is learnt with them (`noise.py`).
-2. Each row asks its nearest neighbours: the mean of their posterior classes is a second input beside the features.
+2. The mean posterior of a row's nearest neighbours becomes a second input, beside the features.
 3. Classifiers of both are cross-fitted, the noise is learnt further, and the posterior of each label is its score.
 
-A label is called wrong where the probability that it is right is below one half. If the classifiers predict the checked
-rows worse than classifiers of the checked rows alone, those judge.
+A label is called wrong if the probability that it is right is below one half. If classifiers of the checked rows alone
+predict the checked rows better, those judge instead.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from .noise import Folds, Noise, estimate, expectation_maximisation, learn, prec
 from .verdict import Verdict
 
 Progress = Callable[[float, str], None]
-LEARNT_FROM = 5000  # rows from which the outer variables are learnt; they are few, and all rows are judged with them
+LEARNT_FROM = 5000  # the number of rows from which the few outer variables are learnt; all rows are judged with them
 FEWEST = 0.01  # added to a share of neighbours before its logarithm is taken
-WEAK = 0.15  # a model has to predict this share of what the most frequent class leaves open
+WEAK = 0.15  # a model is weak unless it predicts this share of the rows that are not of the most frequent class
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the judging is done; the defaults are those that were measured."""
+    """The settings of the judge. The measured results are those of the defaults."""
 
     folds: int = 5
-    """Parts of the data; each row is judged by a classifier that was trained on the other parts."""
+    """Number of parts of the data. Each row is judged by a classifier that was trained on the other parts."""
     neighbours: int = 15
-    """Neighbours that each row is compared with."""
+    """Number of neighbours with which each row is compared."""
     steps: int = 40
-    """Steps in which a classifier is trained (inner steps)."""
+    """Number of steps that train a classifier (inner steps)."""
     outer_steps: int = 8
-    """Hypergradients from which the noise is learnt with the first classifiers, and half as many with the second."""
+    """Number of hypergradients that learn the noise with the first classifiers. The second ones take half as many."""
     solver: Literal["bigsam", "gd"] = "bigsam"
-    """How a classifier is trained: bigsam also takes steps on the checked rows, gd uses the unchecked rows alone."""
+    """Solver that trains a classifier: bigsam also takes steps on the checked rows, gd uses only the unchecked ones."""
 
     def __post_init__(self) -> None:
         for name, least in {"folds": 2, "neighbours": 1, "steps": 1, "outer_steps": 0}.items():
@@ -70,14 +70,14 @@ def judge(
     """Judge the given label of each row.
 
     x: M × D features. given: M labels from 0. checked: M booleans, true where a person has verified the label.
-    names: what the classes are called in warnings. progress: called with the share of the work that is done, and what
-    is being done.
+    names: the names of the classes, for warnings. progress: a function that is called with the share of the work that
+    is done, and the name of the current part.
     """
     begin, options = time.perf_counter(), options or Options()
     _refuse(x, given, checked, classes)
     place = torch.device(device)
     rows = torch.from_numpy(_centred(x)).to(place)
-    # copies: PyTorch warns of arrays that can't be written to, and refuses those with negative strides
+    # copies, since PyTorch warns of read-only arrays and refuses those with negative strides
     y, known = (torch.from_numpy(np.array(a, kind)).to(place) for a, kind in ((given, np.int64), (checked, np.bool_)))
     steps = _Progress(8 + options.outer_steps + options.outer_steps // 2, progress)
     fold = stratified(y, known, min(options.folds, int(known.sum())), seed)
@@ -102,7 +102,7 @@ def judge(
 
 
 def _centred(x: NDArray[Any]) -> NDArray[np.float32]:
-    """The features up to a factor, so that single precision holds them: also very large ones, or ones far from 0."""
+    """Centre and scale the features so that single precision can hold them, even if they are huge or far from 0."""
     if x.dtype != np.float32:
         x = x - x.mean(0, dtype=np.float64)
     exponent = np.frexp(np.abs(x).max())[1]  # a power of two leaves the digits as they are
@@ -111,7 +111,7 @@ def _centred(x: NDArray[Any]) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class _Case:
-    """One data set that is judged."""
+    """A data set that is judged."""
 
     y: Tensor
     checked: Tensor
@@ -123,7 +123,7 @@ class _Case:
     history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def judge(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, list[dict[str, Any]]]:
-        """The posterior of the classes, log p, the noise matrix, and the outer losses."""
+        """Return the posterior of the classes, log p, the noise matrix, and the outer losses."""
         share = float((~self.checked).float().mean())
         noise = Noise(self.classes, alpha=share, groups=2).to(x.device)
         folds = self.folds(x)
@@ -139,18 +139,18 @@ class _Case:
         return _posterior(log_p, matrix, self.y), log_p, matrix.exp(), self.history
 
     def folds(self, *inputs: Tensor) -> Folds:
-        """The rows with these groups of inputs, each group preconditioned and with a weight decay of its own."""
+        """Return the rows with these groups of inputs. Each group is preconditioned, and has its own weight decay."""
         parts = [precondition(x) for x in inputs]
         group = torch.cat([torch.full_like(p, i, dtype=torch.long) for i, (_, p) in enumerate(parts)])
         x, penalty = torch.cat([x for x, _ in parts], 1), torch.cat([p for _, p in parts])
         return Folds(x, self.y, self.checked, self.fold, penalty, group, self.classes)
 
     def cross_fit(self, folds: Folds, noise: Noise, name: str, outer_steps: int, rounds: int) -> Tensor:
-        """Learn the outer variables from some rows; return the logits of all, each by a classifier of other folds."""
+        """Learn the outer variables from some rows. Return the logits of all rows, from classifiers of other folds."""
         rows = self._sample()
         some = folds if rows is None else _take(folds, rows)
         train = partial(learn, noise=noise, steps=self.options.steps, solver=self.options.solver)
-        for _ in range(rounds):  # expectation maximisation is a good start: hypergradients take over from there
+        for _ in range(rounds):  # expectation maximisation is a good start for the hypergradients
             logits, _ = train(some, outer_steps=0)
             noise.set(*_rescaled(estimate(some, logits), noise))
             self.progress(name)
@@ -163,7 +163,7 @@ class _Case:
         return logits
 
     def _sample(self) -> Tensor | None:
-        """Rows to learn the outer variables from: checked ones first, up to a third; None for all rows."""
+        """Return the rows to learn the outer variables from, up to a third of them checked; None for all rows."""
         if len(self.y) <= LEARNT_FROM:
             return None
         draw = torch.Generator().manual_seed(self.seed)
@@ -174,7 +174,7 @@ class _Case:
 
 
 class _Progress:
-    """Counts parts of the work, and tells a function of them."""
+    """A counter of parts of the work, which reports to a function."""
 
     def __init__(self, total: int, tell: Progress | None) -> None:
         self.total, self.done, self.tell = total, 0, tell
@@ -191,12 +191,12 @@ def _take(folds: Folds, rows: Tensor) -> Folds:
 
 
 def _rescaled(found: tuple[Tensor, float], noise: Noise) -> tuple[Tensor, float]:
-    """A temperature that was found for logits which had one already."""
+    """Multiply a temperature by that which the logits had already."""
     return found[0], found[1] * float(noise.log_temperature.detach().exp())
 
 
 def stratified(y: Tensor, checked: Tensor, count: int, seed: int) -> Tensor:
-    """A fold for each row, so that each fold has its share of the checked and of the other rows of each class."""
+    """Return a fold for each row. Each fold gets its share of the checked and of the other rows of each class."""
     draw = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(y), generator=draw).to(y.device)
     kinds = y[order] + (int(y.max()) + 1) * checked[order]
@@ -207,7 +207,7 @@ def stratified(y: Tensor, checked: Tensor, count: int, seed: int) -> Tensor:
 
 
 def neighbours(x: Tensor, k: int, chunk: int = 1024, most: int = 64) -> Tensor:
-    """The k nearest other rows of each row, M × k, by cosine in the first principal components."""
+    """Return the k nearest other rows of each row, M × k, by cosine in the first principal components."""
     x = x - x.mean(0)
     if x.shape[1] > most and len(x) > LEARNT_FROM:  # only where it saves much
         x = x @ torch.linalg.eigh((x.T @ x / len(x)).double())[1][:, -most:].to(x.dtype)
@@ -221,12 +221,12 @@ def neighbours(x: Tensor, k: int, chunk: int = 1024, most: int = 64) -> Tensor:
 
 
 def _posterior(log_p: Tensor, log_matrix: Tensor, y: Tensor) -> Tensor:
-    """P(class | row, given label) ∝ p_c·T[c, y], in double precision: scores near 0 and 1 must not tie."""
+    """Return P(class | row, given label) ∝ p_c·T[c, y], in double precision, so that scores near 0 and 1 differ."""
     return (log_p.double() + log_matrix.double()[:, y].T).softmax(1)
 
 
 def checked_alone(x: Tensor, y: Tensor, checked: Tensor, fold: Tensor, classes: int) -> Tensor:
-    """log p of every row by a classifier of the checked rows alone; a checked row by one of the other folds' rows."""
+    """Return log p of each row by a classifier of the checked rows alone, without the fold of a row that is checked."""
     from sklearn.linear_model import LogisticRegression
     from threadpoolctl import threadpool_limits
 
@@ -235,7 +235,7 @@ def checked_alone(x: Tensor, y: Tensor, checked: Tensor, fold: Tensor, classes: 
     labels, at, folds = y.cpu().numpy(), checked.cpu().numpy(), fold.cpu().numpy()
 
     def predict(train: NDArray[np.bool_], rows: NDArray[np.bool_], c: float) -> NDArray[Any]:
-        """p of some rows: a little of every class, so that a class without a checked row has a logarithm."""
+        """Return log p of some rows, with a little of each class, so that a class without a checked row has a log."""
         p = np.full((int(rows.sum()), classes), 1e-3 / classes)
         present = np.unique(labels[train])
         if len(present) == 1:
@@ -246,7 +246,7 @@ def checked_alone(x: Tensor, y: Tensor, checked: Tensor, fold: Tensor, classes: 
         return np.log(p)
 
     best: tuple[float, NDArray[Any], float] = (-math.inf, np.empty(0), 1.0)
-    with threadpool_limits(1):  # the problems are small: threads would only wait for each other
+    with threadpool_limits(1):  # the problems are small, so threads would only wait for each other
         for c in (0.1, 1.0, 10.0, 100.0):
             held = np.zeros((len(labels), classes))
             for f in np.unique(folds[at]):
@@ -259,7 +259,7 @@ def checked_alone(x: Tensor, y: Tensor, checked: Tensor, fold: Tensor, classes: 
 
 
 def _is_worse(log_p: Tensor, alone: Tensor, y: Tensor, checked: Tensor) -> bool:
-    """Whether the checked rows are predicted worse than by the checked rows alone, by twice the standard error."""
+    """Return whether classifiers of the checked rows alone predict these better, by twice the standard error."""
     labels = y[checked, None]
     gap = (alone[checked].gather(1, labels) - log_p[checked].gather(1, labels))[:, 0].double().cpu()
     return len(gap) > 1 and float(gap.mean()) > 2 * float(gap.std()) / math.sqrt(len(gap))
@@ -298,10 +298,11 @@ def _verdict(
 
 
 def _false_alarms(right: Tensor, checked: Tensor) -> float:
-    """The share of right labels that are called wrong, from the checked rows: judged as if nobody had checked them.
+    """Return the share of right labels that are called wrong, as seen on the checked rows when judged like the others.
 
-    Where few rows are checked, none of them may be called wrong by chance. So one false alarm is added, and as many
-    right rows as the scores expect for one, but no more than there are checked rows: scores can be too sure.
+    If few rows are checked, perhaps none of them is called wrong by chance. So one false alarm is added, with as many
+    right rows as the scores expect for one. These are at most as many as there are checked rows, since scores can be
+    too confident.
     """
     flagged, count, others = float((right < 0.5)[checked].sum()), float(checked.sum()), right[~checked]
     believed = float(others[others < 0.5].sum() / others.sum())
@@ -309,7 +310,7 @@ def _false_alarms(right: Tensor, checked: Tensor) -> float:
 
 
 def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:
-    """Reasons to trust the verdict less, a sentence each. unchecked: names of classes without a checked row."""
+    """Return a sentence for each reason to trust the verdict less. unchecked: classes without a checked row."""
     told: list[str] = []
     if found.checked_accuracy < found.base_accuracy + WEAK * (1 - found.base_accuracy):
         told.append(
