@@ -1,4 +1,4 @@
-"""Which labels a person has verified: a column, a list of rows, or booleans."""
+"""The marks of verified labels: a column, a list of rows, or booleans."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOW = (
 
 
 def checked_column(table: pd.DataFrame, checked: Any) -> Any:
-    """Return the column of checked marks, or None if they are given in another way."""
+    """Return the column of checked marks, or None if the marks are given in another way."""
     if checked is None:
         return "checked" if "checked" in table.columns else None
     if isinstance(checked, (str, Path, int)):
@@ -71,7 +71,7 @@ def _booleans(column: pd.Series, what: str) -> NDArray[np.bool_]:
 
 
 def _listed(path: Path, names: list[str], numbered: bool) -> NDArray[np.bool_]:
-    """Mark the rows that a file lists by name; or by their number from 0, unless the names are other numbers."""
+    """Mark the rows that a file lists by name, or by their number from 0 unless the names are numbers too."""
     if path.is_dir():
         raise ValueError(
             f"bilevel-clean: a folder of checked images ({path}) goes with data that are a folder as well."
