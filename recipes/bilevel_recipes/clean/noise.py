@@ -1,13 +1,13 @@
-"""Learn how labels went wrong, by hypergradients: a noise matrix and how strongly a classifier is regularised.
+"""Learn how labels went wrong by hypergradients: a noise matrix, and the regularisation of a classifier.
 
 A row of class c was given the label y with probability T[c, y]. A linear classifier p with weights w is trained on the
-rows that nobody has checked, through T; a step of BiG-SAM adds the loss on the checked rows:
+unchecked rows through T. A step of BiG-SAM adds the loss on the checked rows:
 
     h(w, λ) = −mean log Σ_c p_c(x)·T[c, y]  +  decay·‖w‖² / 2n       g(w) = −mean log p_y(x)
     w⁺ = w − t·α·∇h − t·(1 − α)·∇g
 
-The outer loss is −log of the probability of all labels as they were given, on rows that the classifier was not trained
-on. The outer variables λ are few: T, the decay, α and a temperature.
+The outer loss is −log of the probability of all given labels, on rows that the classifier was not trained on. There are
+few outer variables λ: T, the decay, α and a temperature.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 
-DECAY = 0.5  # the weight decay to begin with, for inputs of unit length
-SPREAD = 1.0  # standard deviation of the prior of a logit of T around that of uniform noise
+DECAY = 0.5  # the initial weight decay, for inputs of unit length
+SPREAD = 1.0  # the standard deviation of the prior of a logit of T around that of uniform noise
 
-STRENGTH = 50.0  # of the prior in expectation maximisation: as many rows of each class with uniform noise
+STRENGTH = 50.0  # the prior of expectation maximisation counts as so many rows of each class with uniform noise
 
 
 class Noise(nn.Module):
     """The outer variables λ: the noise matrix T, the decay of each group of inputs, α, and a temperature.
 
     log T[c, y] = log of uniform noise at one rate + a deviation for each c and y, normalised. The deviations have a
-    Gaussian prior: where few rows tell about a class, its noise stays close to that of all classes.
+    Gaussian prior: the noise of a class with few rows stays close to that of all classes.
     """
 
     def __init__(self, classes: int, alpha: float, groups: int = 1, rate: float = 0.1) -> None:
@@ -45,7 +45,7 @@ class Noise(nn.Module):
         self.share = nn.Parameter(torch.tensor(alpha).logit())
 
     def log_matrix(self) -> Tensor:
-        """log T, C × C."""
+        """Return log T, C × C."""
         classes = len(self.deviation)
         right = torch.eye(classes, dtype=torch.bool, device=self.deviation.device)
         wrong = F.logsigmoid(self.rate) - math.log(classes - 1)
@@ -53,7 +53,7 @@ class Noise(nn.Module):
 
     @torch.no_grad()
     def set(self, matrix: Tensor, temperature: float) -> None:
-        """Take over a noise matrix without zeros, and a temperature."""
+        """Set a noise matrix without zeros, and a temperature."""
         self.rate.copy_((1 - matrix.diagonal().mean()).clamp(1e-3, 0.99).logit())
         self.deviation.zero_()
         deviation = matrix.log() - self.log_matrix()
@@ -63,10 +63,10 @@ class Noise(nn.Module):
 
 @dataclass(frozen=True)
 class Folds:
-    """Rows in folds, each with a classifier that is trained on all other folds.
+    """Rows in folds. Each fold has a classifier that is trained on all other folds.
 
-    x: M × D inputs. y: given labels. checked: which are verified. fold: of each row. penalty, group: of each input, the
-    factor of its weight decay, and which entry of `Noise.log_decay` it has (see `precondition`).
+    x: M × D inputs. y: given labels. checked: which labels are verified. fold: the fold of each row. penalty, group:
+    for each input the factor of its weight decay, and its entry of `Noise.log_decay` (see `precondition`).
     """
 
     x: Tensor
@@ -82,48 +82,48 @@ class Folds:
         return int(self.fold.max()) + 1
 
     def part(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x and y of some rows, and which classifiers are trained on each."""
+        """Return x and y of some rows, and which classifiers are trained on each of them."""
         trained = self.fold[rows][:, None] != torch.arange(self.count, device=self.x.device)
         return self.x[rows], self.y[rows], trained.to(self.x.dtype)
 
     def classifiers(self) -> nn.Sequential:
-        """The classifiers of all folds as one model, from zero: M × D → M × folds × C."""
+        """Return the classifiers of all folds as one model with weights 0: M × D → M × folds × C."""
         linear = nn.Linear(self.x.shape[1], self.count * self.classes, device=self.x.device)
         nn.init.zeros_(linear.weight)
         nn.init.zeros_(linear.bias)
         return nn.Sequential(linear, nn.Unflatten(1, (self.count, self.classes)))
 
     def curvature(self) -> Callable[[float], float]:
-        """The largest curvature that α·h + (1 − α)·g can have without the decay, as a function of α."""
+        """Return the largest curvature that α·h + (1 − α)·g can have without the decay, as a function of α."""
         x = torch.cat([self.x, torch.ones_like(self.x[:, :1])], 1)
         noisy, verified = (part.T @ part / len(part) for part in (x[~self.checked], x[self.checked]))
         return lambda alpha: float(torch.linalg.eigvalsh(alpha * noisy + (1 - alpha) * verified)[-1]) / 2
 
 
 def precondition(x: Tensor, most: int = 512) -> tuple[Tensor, Tensor]:
-    """Inputs on which gradient descent converges fast, and the penalty that leaves the classifier what it was.
+    """Return inputs on which gradient descent converges fast, and the penalty that leaves the classifier unchanged.
 
-    These are the principal components of x, scaled to rows of unit length on average and divided by √(v + 4·DECAY/n),
-    v their variance: the curvature of a decayed linear classifier is then much the same in all directions.
+    The inputs are the principal components of x, scaled to rows of unit mean length and divided by √(v + 4·DECAY/n),
+    where v is their variance. The curvature of a decayed linear classifier is then similar in all directions.
     """
     x = x - x.mean(0)
     x = x / x.square().sum(1).mean().sqrt().clamp_min(1e-12)
     variance, axes = torch.linalg.eigh((x.T @ x / len(x)).double())
     variance, axes = variance.flip(0)[:most], axes.flip(1)[:, :most]
     kept = variance > 1e-7 * variance[0]
-    kept[0] = True  # also where all rows are the same, so that there is an input
+    kept[0] = True  # one input is kept even if all rows are equal
     scale = (variance[kept] + 4 * DECAY / len(x)).sqrt()
     return x @ (axes[:, kept] / scale).to(x.dtype), scale.pow(-2).to(x.dtype)
 
 
 def given_label_loss(log_p: Tensor, y: Tensor, log_matrix: Tensor) -> Tensor:
-    """−log Σ_c p_c·T[c, y] for each row; log_p is M × C, or M × folds × C."""
+    """Return −log Σ_c p_c·T[c, y] for each row. log_p is M × C, or M × folds × C."""
     through = log_matrix[:, y].T
     return -torch.logsumexp(log_p + (through if log_p.dim() == 2 else through[:, None]), -1)
 
 
 def outer_loss(folds: Folds, noise: Noise, logits: Tensor) -> Tensor:
-    """−log of the probability of the labels as they were given, and of the prior of T, for each row."""
+    """Return −log of the probability of the given labels and of the prior of T, per row."""
     log_p, at = logits.log_softmax(-1), folds.checked
     given = given_label_loss(log_p[~at], folds.y[~at], noise.log_matrix()).sum()
     verified = F.nll_loss(log_p[at], folds.y[at], reduction="sum")
@@ -139,10 +139,10 @@ def learn(
     solver: str = "bigsam",
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, list[float]]:
-    """Learn the outer variables in place; return the logits of every row by the classifier of its fold, and the losses.
+    """Learn the outer variables in place. Return each row's logits by the classifier of its fold, and the outer losses.
 
-    One inner loop of so many steps trains the classifiers of all folds. There is one loop more than outer steps: the
-    logits are those of the last outer variables. outer_steps=0 trains with the outer variables as they are.
+    An inner loop of `steps` steps trains the classifiers of all folds. There is one more loop than outer steps, for the
+    logits of the last outer variables. outer_steps=0 trains with the present outer variables.
     """
     model, curvature = folds.classifiers(), folds.curvature()
     noisy, verified = folds.part(~folds.checked), folds.part(folds.checked)
@@ -165,7 +165,7 @@ def learn(
     while True:
         alpha = torch.sigmoid(noise.share)
         share = float(alpha.detach()) if solver == "bigsam" else 1.0
-        # at most the inverse of the largest curvature, which changes with α: the loop can't diverge
+        # at most the inverse of the largest curvature, which depends on α, so that the loop can't diverge
         rate = 1 / (curvature(share) + share * float(decay().detach().max()))
         sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.8)
         rule = bilevel.BiGSAM(1.0, alpha=alpha) if solver == "bigsam" else bilevel.GD(1.0)
@@ -183,7 +183,7 @@ def learn(
 
 
 def expectation_maximisation(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
-    """T of highest likelihood for these probabilities and given labels, with uniform noise as its prior."""
+    """Return the T of highest likelihood for these probabilities and given labels, with uniform noise as its prior."""
     matrix = prior = uniform_noise(p, y, rounds)
     given = F.one_hot(y, p.shape[1]).to(p.dtype)
     for _ in range(rounds):
@@ -193,7 +193,7 @@ def expectation_maximisation(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
 
 
 def uniform_noise(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
-    """T of highest likelihood among those where every class has the same rate and any wrong label is as frequent."""
+    """Return the T of highest likelihood among those with one rate for all classes and all wrong labels."""
     classes, rate = p.shape[1], 0.1
     eye, right = torch.eye(classes, device=p.device, dtype=p.dtype), p.gather(1, y[:, None])[:, 0].clamp_min(1e-9)
     for _ in range(rounds):
@@ -205,9 +205,9 @@ def uniform_noise(p: Tensor, y: Tensor, rounds: int = 30) -> Tensor:
 def estimate(
     folds: Folds, logits: Tensor, matrix_of: Callable[[Tensor, Tensor], Tensor] = expectation_maximisation
 ) -> tuple[Tensor, float]:
-    """The noise matrix and the temperature of highest likelihood for these logits.
+    """Return the noise matrix and the temperature of highest likelihood for these logits.
 
-    matrix_of: gives the noise matrix for the probabilities and the given labels of the rows that nobody has checked.
+    matrix_of: a function of the probabilities and the given labels of the unchecked rows that returns the noise matrix.
     """
     at, best = folds.checked, (math.inf, torch.empty(0), 1.0)
     for temperature in torch.logspace(-2, 3, 16, base=2).tolist():
