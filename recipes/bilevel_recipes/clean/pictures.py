@@ -28,7 +28,7 @@ Picture = NDArray[np.uint8]
 def read_pictures(
     cells: Sequence[Any], folder: Path, quiet: bool = False
 ) -> tuple[list[Picture | None], dict[int, str]]:
-    """Return an image for each cell (None where there is none), and why each of the others could not be read.
+    """Return an image for each cell, or None, and for each None the reason why there is no image.
 
     A cell is a path inside the folder, the bytes of a file, or a mapping with `bytes` or `path`, as Hugging Face
     stores images. quiet: show no progress.
@@ -38,11 +38,11 @@ def read_pictures(
     def read(cell: Any) -> Picture | str:
         try:
             return _picture(cell, folder)
-        except Exception as error:  # Pillow's decoders raise a dozen kinds; an image of absurd size among them
+        except Exception as error:  # Pillow's decoders raise a dozen kinds, one of them for images of absurd size
             return f"unreadable image: {error}" if not isinstance(error, LookupError) else str(error.args[0])
 
     with warnings.catch_warnings(), ThreadPool(min(8, 2 * (os.cpu_count() or 1))) as pool:
-        # Between 90 and 180 million pixels Pillow only warns: with eight threads that would be 4 GB.
+        # Between 90 and 180 million pixels Pillow only warns, which would take 4 GB with eight threads.
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         done = pool.imap(read, cells, chunksize=16)
         found = list(tqdm(done, "images", len(cells), leave=False, unit="image", delay=2, disable=quiet))
@@ -59,7 +59,7 @@ def _picture(cell: Any, folder: Path) -> Picture:
 
 
 def _locate(cell: Any, folder: Path) -> Path | io.BytesIO:
-    """Return what to open for a cell; a LookupError says why there is nothing to open."""
+    """Return what to open for a cell, or raise a LookupError that says why there is nothing to open."""
     if isinstance(cell, Mapping):
         cell = cell.get("bytes") or cell.get("path")
     if isinstance(cell, bytes):
@@ -93,7 +93,7 @@ def as_array(image: Any) -> Picture:
 
 
 def _eight_bits(values: NDArray[Any]) -> Picture:
-    """Scale grey values of 16 bits, or fractions, to 0 to 255: by the same factor in every image of one kind."""
+    """Scale grey values of 16 bits, or fractions, to 0 to 255, by the same factor in each image of a kind."""
     low, high = float(values.min()), float(values.max())
     top = next((top for top in ((1, 255, 65535) if values.dtype.kind == "f" else (65535,)) if high <= top), None)
     if top is None or not low >= 0:  # `not >=` holds for NaN as well
