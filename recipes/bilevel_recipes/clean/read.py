@@ -44,10 +44,10 @@ def read(
     label: the column of the given labels; "label" by default.
     checked: which labels a person has verified: a column (by default "checked", if there is one), a file that lists
     names or row numbers, a second folder of images, or one boolean for each row.
-    image, text, columns: the column of image paths, of texts, or the feature columns. Without any of them, the table is
-    looked at, and `Rows.note` says what was chosen.
+    image, text, columns: the column of image paths, of texts, or the feature columns. Without any of them, they are
+    chosen by the contents of the table, and `Rows.note` says what was chosen.
     embeddings: a .npy file or an array with one row for each row of the table; it replaces the other features.
-    root: the folder that image paths start from; the folder of the table by default. They can't leave it.
+    root: the folder in which image paths start, by default that of the table. Paths that lead out of it are refused.
     """
     source = _open(data, label, checked, text, root)
     if _second_folder(data, checked) is not None:
@@ -107,7 +107,7 @@ def _second_folder(data: Any, checked: Any) -> Path | None:
 def _choose(
     source: Source, label: Any, taken: set[Any], image: Any, text: Any, columns: Any, embeddings: Any
 ) -> Choice | None:
-    """Return the features; with embeddings, what can be shown beside them, which may be nothing."""
+    """Return the choice of features, or with embeddings what to show beside them, which may be nothing."""
     try:
         return choose(source, label, taken, image, text, columns)
     except ValueError:
@@ -117,7 +117,7 @@ def _choose(
 
 
 def _contents(choice: Choice | None, source: Source, rows: NDArray[np.int64], embeddings: Any) -> dict[str, Any]:
-    """Return the fields of Rows that hold the content, and the reasons against rows by their place among them."""
+    """Return the fields of Rows with the content, and why some rows can't be used, by their position."""
     fields: dict[str, Any] = {"shown": None, "shown_kind": None, "warnings": []}
     items, reasons = load(choice, source, rows) if choice is not None else (None, {})
     if embeddings is None:
@@ -138,7 +138,7 @@ def _contents(choice: Choice | None, source: Source, rows: NDArray[np.int64], em
 
 
 def _label_names(column: pd.Series) -> list[str | None]:
-    """Return the class of each row, by name; None where there is no label."""
+    """Return the name of each row's class, or None if it has no label."""
     try:
         codes, found = pd.factorize(column.astype(object))
     except TypeError as error:
@@ -154,7 +154,7 @@ def _class_name(value: Any) -> str | None:
 
 
 def _sorted(labels: list[Any], order: list[str]) -> list[str]:
-    """Return the classes that occur: in the given order, by number, or by alphabet."""
+    """Return the classes that occur, in the given order, or sorted by number or alphabet."""
     classes = set(labels)
     if order:
         return [name for name in order if name in classes]
@@ -170,11 +170,11 @@ def _values(column: pd.Series, labels: list[str | None], classes: list[str]) -> 
 
 
 def _name_warnings(classes: list[str]) -> list[str]:
-    """Return a sentence for classes that are probably one, and for those that are probably none."""
-    alike: dict[str, list[str]] = {}
+    """Return a sentence for classes that are probably the same, and for classes that are probably missing labels."""
+    same: dict[str, list[str]] = {}
     for name in classes:
-        alike.setdefault(name.strip().casefold(), []).append(name)
-    pairs = [f"{' and '.join(map(repr, group))}" for group in alike.values() if len(group) > 1]
+        same.setdefault(name.strip().casefold(), []).append(name)
+    pairs = [f"{' and '.join(map(repr, group))}" for group in same.values() if len(group) > 1]
     empty = [repr(name) for name in classes if name.strip().lower() in _MISSING_NAMES]
     return [
         *(f"The classes {pair} differ only by case or white space; they were not merged." for pair in pairs),
@@ -192,7 +192,7 @@ def _skipped(reasons: dict[int, str], names: list[str]) -> pd.DataFrame:
 
 
 def _refuse(labels: list[str | None], marks: NDArray[np.bool_], reasons: dict[int, str], names: list[str]) -> None:
-    """Refuse what can't be judged; before the content is read, which may take long, and after."""
+    """Refuse labels that can't be judged. This runs before the content is read, which may take long, and after."""
     if len(reasons) > len(labels) / 2:
         first = "".join(f"\n  {names[row]}: {reasons[row]}" for row in sorted(reasons)[:5])
         raise ValueError(
