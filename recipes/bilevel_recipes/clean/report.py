@@ -1,4 +1,4 @@
-"""The page on which suspects are reviewed: one HTML file that opens from disk, with no network."""
+"""The page to review suspects on: one HTML file that opens from disk, without a network."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .decisions import review_key
 from .rows import Rows
 from .verdict import Verdict
 
-REST = 200  # rows beyond the suspects that can be reviewed as well
-COLUMNS = 60  # of a table, shown for each row
+REST = 200  # the number of further rows, after the suspects, that can be reviewed
+COLUMNS = 60  # the largest number of table columns that are shown for a row
 BARS, MATRIX, CONFUSIONS, BINS = 12, 30, 60, 40
 
 
@@ -38,11 +38,11 @@ def write_report(
     table: pd.DataFrame | None = None,
     decisions: pd.DataFrame | None = None,
 ) -> list[Path]:
-    """Write the page, and return the paths that belong together: the page, and the folder of its pictures if any.
+    """Write the page, and return its path and that of the folder of its pictures, if there is one.
 
     Pictures that take more than about 15 MB are files in the folder NAME_files beside the page NAME.html. table: a
-    comparison with other methods. decisions: what was decided about rows before this run; the page shows it and exports
-    it again with what is decided on the page.
+    comparison with other methods. decisions: earlier decisions about rows. The page shows them, and exports them again
+    together with new ones.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ def write_report(
         **_trust(rows, verdict),
         **_behind(rows, verdict),
     )
-    # a file name that is not UTF-8 reaches Python with characters that can't be written otherwise
+    # the name of a file may have characters that UTF-8 can't encode
     runs.write(path, page.encode("utf-8", "backslashreplace"))
     return [path] if folder is None else [path, folder]
 
@@ -79,14 +79,14 @@ def _template_text(env: Environment, name: str) -> str:
 def _data(
     path: Path, rows: Rows, verdict: Verdict, decisions: pd.DataFrame | None
 ) -> tuple[dict[str, Any], Path | None]:
-    """What the script of the page works on, column by column, and the folder of the pictures if there is one."""
+    """Return the data for the script of the page, by column, and the folder of the pictures if there is one."""
     before = [] if decisions is None else decisions[DECISION_COLUMNS].to_numpy().tolist()
     groups, positions = _groups(rows, verdict, {line[0] for line in before})
     kind = rows.shown_kind or rows.kind
     columns = _columns(rows, verdict, positions, {line[0]: line for line in before})
     gone = [line for line in before if line[0] not in set(columns["row"])]
     content, folder, look = _content(path, kind, rows, positions)
-    for line in gone:  # a row that was dropped: it can be taken back, but nothing else is known about it
+    for line in gone:  # a dropped row can be taken back, but nothing else is known about it
         more = {"row": line[0], "name": line[1], "given": rows.classes.index(line[2]), "suggested": -1, "score": None}
         for name, value in {**more, "others": []}.items():
             columns[name].append(value)
@@ -99,7 +99,7 @@ def _data(
 
 
 def _groups(rows: Rows, verdict: Verdict, before: set[int]) -> tuple[dict[str, list[int]], NDArray[np.int64]]:
-    """Where each group of rows begins and ends, and the positions of all of them, the most suspicious row first."""
+    """Return the begin and end of each group of rows, and the positions of all rows, the most suspicious first."""
     order = np.argsort(verdict.score, kind="stable")
     suspects = order[verdict.issue[order]]
     rest = order[~(verdict.issue | verdict.checked)[order]][:REST]
@@ -113,7 +113,7 @@ def _groups(rows: Rows, verdict: Verdict, before: set[int]) -> tuple[dict[str, l
 def _columns(
     rows: Rows, verdict: Verdict, positions: NDArray[np.int64], before: dict[int, list[Any]]
 ) -> dict[str, list[Any]]:
-    """Row number, name, given and suggested class, score and the most probable other classes of these rows."""
+    """Return row number, name, given and suggested class, score and most probable other classes of these rows."""
     number = rows.used[positions].tolist()
     given = rows.y[positions].copy()
     for k, row in enumerate(number):
@@ -137,7 +137,7 @@ def _columns(
 def _content(
     path: Path, kind: str, rows: Rows, positions: NDArray[np.int64]
 ) -> tuple[list[Any], Path | None, dict[str, Any]]:
-    """What is shown of each row; the folder of the pictures if there is one; and how to show it."""
+    """Return what is shown of each row, the folder of the pictures if there is one, and how to show it."""
     source = rows.content if rows.shown is None else rows.shown
     folder = on_page.folder_beside(path)
     look: dict[str, Any] = {"columns": [], "pixelated": False, "large": False}
@@ -173,7 +173,7 @@ def _cell(value: Any) -> str:
 
 
 def _trust(rows: Rows, verdict: Verdict) -> dict[str, Any]:
-    """The figures at the top: how much there is to do, and how far it can be trusted."""
+    """Return the figures at the top: how much there is to do, and how far the result can be trusted."""
     suspects, checked = int(verdict.issue.sum()), int(verdict.checked.sum())
     figures = [
         ("Rows", f"{len(rows.table):,}", f"{checked:,} checked, {len(rows.skipped):,} skipped"),
@@ -210,7 +210,7 @@ def _percent(share: float) -> str:
 
 
 def _behind(rows: Rows, verdict: Verdict) -> dict[str, Any]:
-    """Tables and curves that explain the verdict."""
+    """Return the tables and curves that explain the verdict."""
     return {
         "classes": rows.classes,
         "class_lines": _class_lines(rows, verdict),
@@ -231,7 +231,7 @@ def _class_lines(rows: Rows, verdict: Verdict) -> list[list[str]]:
 
 
 def _noise(classes: Sequence[str], noise: NDArray[np.float64]) -> dict[str, Any]:
-    """The whole matrix for a few classes; for many, the most frequent confusions."""
+    """Return the whole matrix, or for many classes only the most frequent confusions."""
     if len(classes) <= MATRIX:
         return {"cells": noise.tolist(), "top": []}
     off = noise - np.diag(np.diag(noise))
@@ -241,7 +241,7 @@ def _noise(classes: Sequence[str], noise: NDArray[np.float64]) -> dict[str, Any]
 
 
 def _histogram(verdict: Verdict) -> dict[str, Any]:
-    """Bars of log(1 + count) of the unchecked rows, suspects and others side by side in each bin of the score."""
+    """Return bars of log(1 + count) of the unchecked rows, with suspects and others side by side in each bin."""
     edges = np.linspace(0, 1, BINS + 1)
     width = 600 / BINS
     counts = {
@@ -265,7 +265,7 @@ def _histogram(verdict: Verdict) -> dict[str, Any]:
 
 
 def _curves(history: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each figure that every outer step has."""
+    """Return a curve for each figure that all outer steps have."""
     shared = [k for k in (history[0] if history else {}) if k != "step" and all(_is_number(h.get(k)) for h in history)]
     return [_curve(name, np.array([float(h[name]) for h in history])) for name in shared if len(history) > 1]
 
@@ -294,7 +294,7 @@ def _curve(name: str, y: NDArray[np.float64]) -> dict[str, Any]:
 
 
 def _grid(table: pd.DataFrame) -> dict[str, Any]:
-    """A frame as text; the index is the first column where it has names of its own."""
+    """Return a frame as text. If its index has names, that is the first column."""
     frame = table if isinstance(table.index, pd.RangeIndex) else table.reset_index(names=table.index.name or "method")
     lines = [[_cell(v) for v in line] for line in frame.itertuples(index=False, name=None)]
     return {"header": [str(c) for c in frame.columns], "lines": lines}
