@@ -1,4 +1,4 @@
-"""The labelled rows that somebody wants cleaned, whatever file they came in."""
+"""The labelled rows to clean, whatever file they came from."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Rows:
     """Labelled rows, and which of the labels a person has verified.
 
     table: the input, one line for each of its rows, with the user's own index and columns.
-    used: the positions in table of the M rows that can be judged; all that follows is aligned with it.
+    used: the positions in table of the M rows that can be judged. The fields below are aligned with it.
     y: M labels as numbers, of classes. checked: M booleans.
     content: M images (a list of uint8 arrays H × W or H × W × 3, or one such array), M texts, an M-row frame of
     columns (float64 for numbers, category for everything else), or an M × D array of embeddings.
-    names: how the user calls each row: a file name, or its index.
+    names: the name of each row for the user: a file name, or its index.
     skipped: position, name and reason of every other row.
     note: a sentence that says which part of the input is the content.
-    warnings: a sentence for each thing in the input that is probably not meant.
+    warnings: a sentence for each thing in the input that is probably a mistake.
     label: the column of table with the given labels. values: each class as it is written in that column, where
     `classes` has its name.
-    shown, shown_kind: what to show of the M rows where the content itself is embeddings: images, texts or columns. An
-    image that could not be read is None there.
+    shown, shown_kind: what to show of the M rows if their content is embeddings: images, texts or columns. An image
+    that could not be read is None.
     """
 
     title: str
@@ -52,7 +52,7 @@ class Rows:
 
 
 def take(content: Any, positions: NDArray[np.int64]) -> Any:
-    """Return these entries of a list, an array or a frame; None for None."""
+    """Return these entries of a list, an array or a frame, or None for None."""
     if content is None:
         return None
     if isinstance(content, pd.DataFrame):
@@ -61,7 +61,7 @@ def take(content: Any, positions: NDArray[np.int64]) -> Any:
 
 
 def fingerprint(rows: Rows) -> str:
-    """Return a SHA-256 of labels, checked marks, content and class names: it changes when one of them does."""
+    """Return a SHA-256 of labels, checked marks, content and class names, which changes if one of them does."""
     digest = hashlib.sha256(repr((rows.kind, rows.classes, len(rows.y))).encode())
     for part in (rows.y, rows.checked, *_arrays(rows.content)):
         digest.update(f"{part.dtype.str}{part.shape}".encode())
@@ -70,7 +70,7 @@ def fingerprint(rows: Rows) -> str:
 
 
 def _arrays(content: Any) -> list[NDArray[Any]]:
-    """Return the content as arrays of plain bytes or numbers, with nothing of it lost."""
+    """Return the whole content as arrays of plain bytes or numbers."""
     if isinstance(content, pd.DataFrame):
         head = np.frombuffer(repr(list(content.columns)).encode(), np.uint8)
         hashes: Any = util.hash_pandas_object  # its module is loaded lazily, which hides the type
