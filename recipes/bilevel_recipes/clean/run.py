@@ -1,4 +1,4 @@
-"""A cleaning run on disk: the files it consists of, and whether a run that is there can be continued."""
+"""A cleaning run on disk: its files, and the check whether an earlier run can be continued."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .read import fingerprint, read
 from .rows import Rows
 
 REPORT = "report.html"
-# cleaner.npz is written first: where it is, the others can be made again without another fit.
+# cleaner.npz is written first. If it is there, the others can be made again without another fit.
 FILES = (FILE, "label_issues.csv", "suspects.csv", "cleaned.csv", REPORT, "results.json")
 
 
 def check_folder(folder: Path, data: Path, resume: bool, overwrite: bool) -> None:
-    """Before the work begins: fail where nothing can be written, where the data would be written over, and where a run
-    is in the folder and nobody said what to do with it."""
+    """Raise before the work begins if the folder can't be written to, if data would be overwritten, or if an earlier
+    run is there and neither --resume nor --overwrite was given."""
     place, source = folder.resolve(), data.resolve()
     if source in (place / name for name in FILES) or (source.is_dir() and place.is_relative_to(source)):
         raise ValueError(
@@ -47,9 +47,9 @@ def check_folder(folder: Path, data: Path, resume: bool, overwrite: bool) -> Non
 
 
 def resumed(folder: Path, cleaner: Cleaner, data: Any, how: dict[str, Any], decisions: Path | None) -> Cleaner | None:
-    """The cleaner that was saved in the folder, with the data attached; None where there is none.
+    """Return the cleaner that was saved in the folder, with its data, or None if there is none.
 
-    Fails where its settings or its data are not those of now.
+    Raise if its settings or its data differ from the present ones.
     """
     if not (folder / FILE).exists():
         return None
@@ -71,7 +71,7 @@ def resumed(folder: Path, cleaner: Cleaner, data: Any, how: dict[str, Any], deci
 
 
 def changes(old: Rows, new: Rows) -> str:
-    """What differs between two versions of the same data, in words."""
+    """Return in words what differs between two versions of the same data."""
     was, now = _by_name(old), _by_name(new)
     both = was.keys() & now.keys()
     counts = {
@@ -89,9 +89,9 @@ def _by_name(rows: Rows) -> dict[str, tuple[str, bool]]:
 
 
 def write(folder: Path, cleaner: Cleaner, command: str, comparison: Comparison | None, keep: bool) -> list[str]:
-    """Write the files of the run, or with keep those that are missing; return their names.
+    """Write the files of the run, or with `keep` only those that are missing. Return their names.
 
-    comparison: with other methods, where the truth is known; shown in the report and stored in results.json.
+    comparison: the comparison with other methods, if the truth is known. The report and results.json contain it.
     """
     makers: dict[str, Callable[[Path], Any]] = {
         FILE: lambda path: cleaner.save(path.parent),
@@ -111,7 +111,7 @@ def write(folder: Path, cleaner: Cleaner, command: str, comparison: Comparison |
 
 
 def results(cleaner: Cleaner, command: str, comparison: Comparison | None) -> str:
-    """The document results.json: how it was made, and every figure."""
+    """Return the document results.json: how it was made, and every figure."""
     rows, verdict = cleaner.rows, cleaner.verdict
     document = {
         "command": command,
@@ -134,6 +134,6 @@ def _table(path: Path, frame: pd.DataFrame, index: bool = True) -> None:
 
 
 def _index_matters(cleaner: Cleaner) -> bool:
-    """Whether the index says what the columns do not: which row of an array it was, or a name."""
+    """Return whether the index holds what no column does: the row number in an array, or a name."""
     table = cleaner.rows.table
     return set(table.columns) <= {"label", "checked", "truth"} or not isinstance(table.index, pd.RangeIndex)
