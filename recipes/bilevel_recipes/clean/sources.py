@@ -1,4 +1,4 @@
-"""The forms that people keep labelled data in, each opened as a table with what belongs to it."""
+"""The usual forms of labelled data. Each is opened as a table, together with what a table can't hold."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation",
 
 @dataclass
 class Source:
-    """An input that was opened: its table, and what does not fit in a table.
+    """An opened input: its table, and what a table can't hold.
 
     folder: where relative paths of images start. x: the content of an .npz, one item for each row of the table.
-    names: how the rows are called, where not by their index. image: the column of images, where that is known. cells:
-    the image of each row, where the table has only its name.
-    order: the class names in the order of their numbers, of the columns that have one.
+    names: the names of the rows, if these are not their index. image: the column of images, if it is known. cells: the
+    image of each row, if the table has only its name.
+    order: for columns whose classes have numbers, the class names in that order.
     unlabelled: why a row may have no label.
     """
 
@@ -51,7 +51,7 @@ class Source:
 def open_source(data: Any, as_text: list[str], verified: Path | None) -> Source:
     """Open a path, a frame, a Hugging Face data set or arrays.
 
-    as_text: the columns of a CSV to take literally: neither "NA" nor "007" means anything else there.
+    as_text: the columns of a CSV to take literally, so that "NA" and "007" stay what they are.
     verified: a second folder of images whose labels were checked.
     """
     if isinstance(data, pd.DataFrame):
@@ -71,7 +71,7 @@ def open_source(data: Any, as_text: list[str], verified: Path | None) -> Source:
 
 
 def find_column(table: pd.DataFrame, name: Any, what: str) -> Any:
-    """Return the name if the table has that column; the error names the columns there are, and the closest."""
+    """Return the name if the table has that column. The error lists the columns, and suggests the closest."""
     if name in table.columns:
         return name
     lower = {str(column).lower(): column for column in table.columns}
@@ -107,11 +107,11 @@ def _file(path: Path, as_text: list[str], verified: Path | None) -> Source:
 
 
 def read_delimited(path: Path, as_text: list[str] | None = None) -> pd.DataFrame:
-    """Read a .csv or .tsv with a header, in UTF-8; these columns (without a list, all) are not parsed."""
+    """Read a .csv or .tsv with a header, in UTF-8. The columns in `as_text` (None: all) are not parsed."""
     literal: dict[str, Any] = {"dtype": str, "na_filter": False}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error", pd.errors.ParserWarning)  # where a line has more cells than the header
+            warnings.simplefilter("error", pd.errors.ParserWarning)  # raised if a line has more cells than the header
             how: dict[str, Any] = {"sep": _separator(path), "encoding": "utf-8-sig", "index_col": False}
             head = pd.read_csv(path, header=None, nrows=1, **literal, **how).iloc[0].tolist()
             refuse_duplicates(head, str(path))
@@ -138,7 +138,7 @@ def _separator(path: Path) -> str:
 
 
 def refuse_duplicates(columns: list[Any], where: str) -> None:
-    """Refuse columns of the same name: it would be unclear which one is meant."""
+    """Refuse columns of the same name, since it is unclear which one is meant."""
     twice = sorted({str(name) for name in columns if columns.count(name) > 1 and name != ""})
     if twice:
         raise ValueError(f"bilevel-clean: {where} has more than one column named {', '.join(twice)}; rename them.")
@@ -157,7 +157,7 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 
 
 def images_below(folder: Path, without: Path | None = None) -> tuple[list[str], int]:
-    """Return the images in the folder, as relative paths in order, and how many other files there are."""
+    """Return the sorted relative paths of the images in the folder, and the number of other files."""
     images: list[str] = []
     others = 0
     for home, folders, files in os.walk(folder):
@@ -170,7 +170,7 @@ def images_below(folder: Path, without: Path | None = None) -> tuple[list[str], 
 
 
 def _image_folder(folder: Path, verified: Path | None) -> Source:
-    """Read the names of the images; the first folder of a path is the label."""
+    """Read the names of the images. The first folder of a path is the label."""
     home = Path(os.path.abspath(folder))
     second = None if verified is None else Path(os.path.abspath(verified))
     files, others = images_below(home, second)
@@ -256,14 +256,14 @@ def _name_of(number: Any, names: list[str]) -> str | None:
 
 
 def _absolute(cell: Any) -> Any:
-    """A data set made in Python names files from the current folder; they may be anywhere, as in `datasets` itself."""
+    """Make the path of an image absolute. Such paths may lie anywhere, and are relative to the current folder."""
     if cell is None or cell.get("bytes") or not cell.get("path"):
         return cell
     return {"bytes": None, "path": os.path.abspath(cell["path"])}
 
 
 def _arrays(parts: dict[str, Any], title: str = "arrays") -> Source:
-    """Make a table of the arrays y, checked and truth; x stays as it is."""
+    """Make a table of the arrays y, checked and truth, and keep x as an array."""
     missing = [key for key in ("x", "y") if key not in parts]
     if missing:
         raise ValueError(
