@@ -17,14 +17,14 @@ from .rows import Rows
 from .verdict import Verdict
 
 FORMAT = 1  # a file with another number is refused
-# Columns of these types are restored as they were; of any other, the values come back without the type.
+# Columns of these types are restored as they were. Of other columns, the values are restored without the type.
 _TYPES = ("str", "string", "category", "boolean", "Int", "UInt", "Float", "datetime64[", "timedelta64[")
 
 
 def save(path: Path, rows: Rows, verdict: Verdict, more: dict[str, Any]) -> None:
-    """Write the rows without their content, the verdict, and more values for JSON.
+    """Write the rows without their content, the verdict, and further values for JSON.
 
-    Columns of the table that are not plain are written without their values.
+    Of columns of the table that are not plain, the values are left out.
     """
     arrays: dict[str, Any] = {}
     document = {
@@ -40,7 +40,7 @@ def save(path: Path, rows: Rows, verdict: Verdict, more: dict[str, Any]) -> None
 
 
 def load(path: Path) -> tuple[Rows, Verdict, dict[str, Any]]:
-    """Read what `save` wrote; the content of the rows is None, and nothing of them is shown."""
+    """Read what `save` has written. The content of the rows, and what to show of them, is None."""
     if not path.is_file():
         raise FileNotFoundError(f"bilevel-clean: there is no saved cleaner in {path.parent}.")
     try:
@@ -66,7 +66,7 @@ def load(path: Path) -> tuple[Rows, Verdict, dict[str, Any]]:
 
 
 def _pack(prefix: str, part: Any, arrays: dict[str, Any], leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Move the arrays of a dataclass, and the columns of its frames, to `arrays`; return the rest."""
+    """Move the arrays of a dataclass and the columns of its frames to `arrays`, and return the rest."""
     rest: dict[str, Any] = {}
     for name in (f.name for f in fields(part) if f.name not in leave_out):
         value, key = getattr(part, name), f"{prefix}.{name}"
@@ -96,7 +96,7 @@ def _unpack(prefix: str, rest: dict[str, Any], arrays: dict[str, Any]) -> dict[s
 
 
 def _pack_columns(prefix: str, frame: pd.DataFrame, arrays: dict[str, Any]) -> list[list[Any]]:
-    """One [name, type, values] for each column; values is None where they are an array."""
+    """Return [name, type, values] for each column, where values is None if they are an array."""
     packed: list[list[Any]] = []
     for n, (name, column) in enumerate(frame.items()):
         if isinstance(column.dtype, np.dtype) and column.dtype.kind in "biuf":
@@ -110,7 +110,7 @@ def _pack_columns(prefix: str, frame: pd.DataFrame, arrays: dict[str, Any]) -> l
 
 
 def is_plain(column: pd.Series) -> bool:
-    """Whether a column can be stored: it holds numbers, texts and dates, and no images, lists or other objects."""
+    """Return whether a column can be stored: numbers, texts and dates can, images, lists and other objects can't."""
     return column.dtype != object or column.map(lambda v: v is None or pd.api.types.is_scalar(v)).all()
 
 
@@ -125,5 +125,5 @@ def _unpack_columns(prefix: str, packed: list[list[Any]], arrays: dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not have: NumPy's numbers are numbers, all else becomes its text."""
+    """Convert a value that JSON lacks: a number of NumPy to a number, anything else to its text."""
     return value.item() if isinstance(value, np.generic) else str(value)
