@@ -1,4 +1,4 @@
-"""The figures that say how far a verdict can be trusted, as numbers and as lines of text."""
+"""The figures that tell how far a verdict can be trusted, as numbers and as lines of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORST = 3  # how many classes are named as the noisiest
 
 
 def figures(rows: Rows, verdict: Verdict) -> dict[str, Any]:
-    """The figures of the trust lines, with class names, for a file of results."""
+    """Return the figures of the trust lines, with class names, for a file of results."""
     return {
         "rows": len(rows.table),
         "checked": int(verdict.checked.sum()),
@@ -30,7 +30,7 @@ def figures(rows: Rows, verdict: Verdict) -> dict[str, Any]:
 
 
 def lines(rows: Rows, verdict: Verdict, features: str) -> list[tuple[str, str]]:
-    """What each figure is called, and the figure in words; one pair for each line. features: what they are."""
+    """Return a pair for each line: the name of a figure, and the figure in words. features: their description."""
     f = figures(rows, verdict)
     unchecked = len(verdict.score) - f["checked"]
     told = [
@@ -50,7 +50,7 @@ def lines(rows: Rows, verdict: Verdict, features: str) -> list[tuple[str, str]]:
 
 
 def text(rows: Rows, verdict: Verdict, features: str) -> str:
-    """The trust lines in two columns."""
+    """Return the trust lines in two columns."""
     told = lines(rows, verdict, features)
     width = max(len(name) for name, _ in told)
     return "\n".join(f"{name.ljust(width)}  {words}" for name, words in told)
@@ -61,7 +61,7 @@ def _percent(share: float) -> str:
 
 
 def _worst(rows: Rows, verdict: Verdict) -> str:
-    """The noisiest classes, in words."""
+    """Return the noisiest classes, in words."""
     share = verdict.noise_by_class.tolist()
     order = [c for c in np.argsort(-verdict.noise_by_class, kind="stable") if not math.isnan(share[c])][:WORST]
     return "; by given label, most in " + ", ".join(f"{rows.classes[c]} ({_percent(share[c])})" for c in order)
