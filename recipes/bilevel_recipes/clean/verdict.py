@@ -1,4 +1,4 @@
-"""What was found out about the labels of a data set."""
+"""The verdict on the labels of a data set."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is believed of each of the M rows that were judged, in the order of `Rows.used`.
+    """The verdict on each of the M rows that were judged, in the order of `Rows.used`.
 
     score: the probability that the given label is right; 1 for a checked row.
     issue: whether the given label is called wrong; never for a checked row.
-    suggested: the given label where it is not called wrong, else the most probable other class.
+    suggested: the given label, or if that is called wrong, the most probable other class.
     probabilities: M × C, the probability of each class, by models that were not trained on that row.
     noise: C × C; noise[c, d] is the probability that a row of class c was labelled d.
     checked_accuracy: the share of checked rows whose class those models predict. base_accuracy: the share of the
     most frequent class among them, which a model has to pass.
     false_alarms: the share of right labels that are called wrong, as seen on the checked rows.
-    method: one sentence that says what judged. warnings: one sentence for each reason to trust the verdict less.
+    method: a sentence that names the judge. warnings: a sentence for each reason to trust the verdict less.
     history: figures of each outer step. seconds: how long the judging took.
     """
 
@@ -57,7 +57,7 @@ class Verdict:
     def expected_precision(self) -> float:
         """The expected share of the rows called wrong that are wrong; NaN where none is called wrong.
 
-        It rests on `false_alarms`, and not on the scores: these are too sure of themselves where a model is weak.
+        It is computed from `false_alarms`, and not from the scores, which are too confident if a model is weak.
         """
         suspects, unchecked = int(self.issue.sum()), int((~self.checked).sum())
         if suspects == 0:
