@@ -1,4 +1,4 @@
-"""What the bilevel verdict is compared with: a classifier of the checked samples alone, and cleanlab."""
+"""The baselines of the bilevel verdict: a classifier of the checked samples alone, and cleanlab."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .clean import Pair, batches
 def fit(
     model: nn.Module, data: Pair, steps: int = 200, lr: float = 3e-3, batch_size: int | None = None, seed: int = 0
 ) -> nn.Module:
-    """A copy of the model, trained by Adam on all of data: the ordinary training that every row of the table shares."""
+    """Return a copy of the model, trained by Adam on all data. All rows of the table share this ordinary training."""
     model = copy.deepcopy(model).train()
     optimizer = torch.optim.Adam(model.parameters(), lr)
     torch.manual_seed(seed)
@@ -30,7 +30,7 @@ def fit(
 
 @torch.no_grad()
 def predict(model: nn.Module, x: Tensor) -> Tensor:
-    """Logits in evaluation mode, in chunks."""
+    """Return the logits in evaluation mode, computed in chunks."""
     model.eval()
     return torch.cat([model(part).float() for part in x.split(1000)])
 
@@ -40,21 +40,21 @@ def accuracy(model: nn.Module, data: Pair) -> float:
 
 
 def by_validation(model: nn.Module, train: Pair, validation: Pair, **options: Any) -> tuple[Tensor, Tensor]:
-    """(kept, probabilities): train on the checked samples alone, and keep what that classifier agrees with."""
+    """Train on the checked samples alone. Return which labels that classifier agrees with, and its probabilities."""
     fitted = fit(model, validation, **options)
     logits = predict(fitted, train[0])
     return (logits.argmax(1) == train[1]).cpu(), logits.softmax(1).cpu()
 
 
 def by_cleanlab(labels: Tensor, probabilities: Tensor) -> Tensor:
-    """kept, by confident learning (Northcutt et al. 2021) on probabilities of models that did not see the sample."""
+    """Return which labels confident learning keeps (Northcutt et al. 2021), given out-of-sample probabilities."""
     from cleanlab.filter import find_label_issues
 
     return ~torch.from_numpy(find_label_issues(labels.cpu().numpy(), probabilities.double().numpy(), n_jobs=1))
 
 
 def cross_validated(model: nn.Module, train: Pair, folds: int = 5, **options: Any) -> Tensor:
-    """Probabilities of each noisy sample under a model trained on the other folds: what cleanlab's manual asks for."""
+    """Return each noisy sample's probabilities by a model of the other folds, as cleanlab's manual demands."""
     n = len(train[1])
     order = torch.randperm(n, generator=torch.Generator().manual_seed(options.get("seed", 0)))
     probabilities = None
