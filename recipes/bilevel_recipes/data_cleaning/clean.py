@@ -31,7 +31,7 @@ ENGINE = bilevel.Reverse(memory="auto")  # as fast as the memory allows
 
 @dataclass(frozen=True)
 class Result:
-    """What `clean` found. weights: σ(λ_i). kept: λ_i ≥ 0. history: g and the number kept after each outer step."""
+    """The result of `clean`. weights: σ(λ_i). kept: λ_i ≥ 0. history: g and the number kept after each outer step."""
 
     lam: Tensor
     history: list[dict[str, float]]
@@ -94,7 +94,7 @@ def clean(
 
 
 def slopes(loop: Any, model: nn.Module, g: Callable[..., Tensor], data: Pair, size: int | None, group: Any) -> Any:
-    """g(w_K) over all of the data, and ∇g(w_K) of this process's share, one tensor for each weight.
+    """Return g(w_K) over all data, and ∇g(w_K) of this process's share, one tensor for each weight.
 
     They are summed over chunks, so that the graph of one chunk is in memory at a time, whatever the size of the data.
     """
@@ -110,20 +110,20 @@ def slopes(loop: Any, model: nn.Module, g: Callable[..., Tensor], data: Pair, si
 
 
 def share(batch: tuple[Tensor, ...], group: Any) -> tuple[Any, ...]:
-    """What this process's losses are divided by, so that their mean is the batch's, and its part of the batch."""
+    """Return the divisor of this process's losses, with which the mean over ranks is the batch's, and its rows."""
     return len(batch[0]) / ranks.size(group), *ranks.share(batch, group)
 
 
 @contextmanager
 def drawing(seed: int, step: int, device: torch.device) -> Generator[torch.Generator]:
-    """Make all that is random depend on (seed, step) alone, so that a resumed run draws the same."""
+    """Make all random numbers depend on (seed, step) alone, so that a resumed run draws the same."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(1_000_003 * seed + step)
         yield torch.Generator().manual_seed(1_000_003 * seed + step)
 
 
 def check(train: Pair, validation: Pair, steps: int, outer_steps: int) -> None:
-    """Refuse data and counts with which nothing can be learnt."""
+    """Refuse data and counts from which nothing can be learnt."""
     for name, pair in (("train", train), ("validation", validation)):
         if not all(isinstance(part, Tensor) for part in pair):
             kinds = ", ".join(type(part).__name__ for part in pair)
@@ -142,7 +142,7 @@ def check(train: Pair, validation: Pair, steps: int, outer_steps: int) -> None:
 
 
 def make_solver(solver: str | Any, every: int = 1) -> Any:
-    """The solver object behind a name of this recipe; its rates are 1, since the inner optimizer has the rate."""
+    """Return the solver object of this name. Its rates are 1, since the inner optimizer has the rate."""
     if not isinstance(solver, str):
         return solver
     if solver not in SOLVERS:
@@ -158,7 +158,7 @@ SOLVERS: dict[str, Callable[[int], Any]] = {
 
 
 def batches(pair: Pair, size: int | None, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Batches (x, y, row numbers) without end: the same full batch, or shuffled mini-batches, epoch after epoch."""
+    """Yield batches (x, y, row numbers) without end: always the full batch, or shuffled mini-batches by epochs."""
     n, device = len(pair[1]), pair[0].device
     everything = place(torch.arange(n), device)
     while size is None or size >= n:
