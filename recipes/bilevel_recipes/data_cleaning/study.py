@@ -28,7 +28,7 @@ from .score import verdict
 
 BASELINES = ("validation-only", "cleanlab", "cleanlab-checked", "keep-all", "oracle")
 QMNIST_LABELS = "mnist-qmnist-labels"
-FILTERS = 64  # of the patch features: 18 features each, 1,152 in all
+FILTERS = 64  # the number of filters of patch features; each gives 18 features, 1,152 in all
 
 
 @dataclass(frozen=True)
@@ -38,65 +38,66 @@ class Data:
     dataset: Annotated[tuple[str, ...], names(list(data.READERS))] = ("digits",)
     """Public data. mnist-qmnist-labels: MNIST's images with QMNIST's labels."""
     data_root: str = "data"
-    """Where the files are: in torchvision's layout, or as .tar.xz or .npz."""
+    """Folder of the files, which are in torchvision's layout, or .tar.xz or .npz."""
     download: bool = False
-    """Let torchvision fetch what is missing into --data-root."""
+    """Let torchvision download missing files to --data-root."""
     features: Literal["auto", "pixels", "patches"] = "auto"
-    """What a linear model or an MLP sees. patches: filters learnt from the images, without labels. auto: patches for
-    colour, pixels for grey. Networks with convolutions always see pixels."""
+    """Inputs of a linear model or an MLP. patches: filters that are learnt from the images, without labels. auto:
+    patches for colour, pixels for grey. The inputs of convolutional networks are always pixels."""
     components: Whole = 256
-    """Principal components of the inputs that the inner loop of a linear model is run in; 0: all of them. Descent from
-    zero is the same in any rotated coordinates, so only what is dropped can matter."""
+    """Number of principal components of the inputs in which the inner loop of a linear model runs; 0: all. Descent
+    from zero is the same in all rotated coordinates, so only the dropped components can matter."""
     rho: Fractions = (0.6,)
-    """Fraction of training labels changed to another class."""
+    """Fraction of training labels that are changed to another class."""
     train: Whole = 0
-    """Noisy training samples; 0: 5000, or what the data set allows."""
+    """Number of noisy training samples; 0: 5000, or what the data set allows."""
     validation: Wholes = (0,)
-    """Clean, checked samples; 0: 5000, or what the data set allows."""
+    """Number of clean, checked samples; 0: 5000, or what the data set allows."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """The inner loop, and the outer steps on the weights of the samples."""
+    """The inner loop, and the outer steps on the sample weights."""
 
     model: Annotated[tuple[str, ...], names(list(MODELS))] = ("linear",)
-    """Models."""
+    """Models to train."""
     solvers: Annotated[tuple[str, ...], names(list(SOLVERS))] = ("gd", "bigsam")
-    """Inner solvers. gd: the basic model; bigsam: the improved; bigsam-convergent: with a schedule that converges."""
+    """Inner solvers. gd: the paper's basic model; bigsam: its improved one; bigsam-convergent: bigsam with a schedule
+    that converges."""
     steps: Counts = (100,)
-    """Inner steps K; several: the paper's Figure 3."""
+    """Number of inner steps K. Several values make the paper's Figure 3."""
     every: Counts = (1,)
-    """A BiG-SAM step every E-th time, plain descent between; several: the paper's Figure 2."""
+    """Take a BiG-SAM step every N-th time, and plain descent between. Several values make the paper's Figure 2."""
     outer_steps: Count = 5
-    """Outer steps."""
+    """Number of outer steps."""
     lr: Rate = 0.05
     """Inner rate."""
     momentum: Rate = 0.0
     """Momentum of the inner loop."""
     eta: Rate = 0.2
-    """Outer rate: Adam's."""
+    """Outer rate, of Adam."""
     batch_size: Whole = 0
-    """Samples in an inner step; 0: all of them."""
+    """Number of samples in an inner step; 0: all of them."""
     memory: str = "auto"
-    """Memory for a hypergradient, as in 2GiB; less is slower, same result. auto: half of what is free."""
+    """Memory for a hypergradient, such as 2GiB. Less is slower, with the same result. auto: half of what is free."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What stands beside the solvers."""
+    """The methods to compare with."""
 
     baselines: Annotated[tuple[str, ...], names(BASELINES)] = ("validation-only",)
-    """validation-only: a classifier of the checked samples alone, a label it disagrees with is called wrong. cleanlab:
-    confident learning on cross-validated probabilities of the noisy set (extra: compare). cleanlab-checked: the same
-    on the probabilities of validation-only. keep-all: no cleaning. oracle: the true verdict. Or none."""
+    """Baselines, or none. validation-only: a classifier of the checked samples alone calls a label wrong if it predicts
+    another. cleanlab: confident learning on cross-validated probabilities of the noisy set (needs the extra compare).
+    cleanlab-checked: the same on the probabilities of validation-only. keep-all: no cleaning. oracle: the truth."""
     fit_steps: Count = 200
-    """Adam steps of the classifiers in the comparison."""
+    """Number of Adam steps that train the classifiers of the baselines."""
     fit_lr: Rate = 3e-3
-    """Their rate."""
+    """Rate of Adam for these classifiers."""
     seeds: Count = 1
-    """How many seeds; a seed sets the split, the wrong labels and the initial weights."""
+    """Number of seeds. A seed sets the split, the wrong labels and the initial weights."""
     first_seed: Whole = 0
-    """The first of them. mnist-qmnist-labels takes the seeds after these, since its rows are MNIST's: other draws."""
+    """First seed. mnist-qmnist-labels takes the seeds that follow, since its rows are MNIST's and need other draws."""
 
 
 @dataclass(frozen=True)
@@ -110,24 +111,24 @@ class Run:
     tf32: bool = False
     """Let float32 products and convolutions on a GPU round to TF32."""
     channels_last: bool = False
-    """Keep weights of convolutions in that layout, for a GPU with --bf16 or --tf32."""
+    """Keep weights of convolutions in channels-last layout, for a GPU with --bf16 or --tf32."""
     threads: Whole = 0
-    """Torch threads; a run repeats bit for bit with the same number. 0: torch's default."""
+    """Number of torch threads; 0: torch's default. A run repeats bit for bit with the same number."""
 
 
 @dataclass(frozen=True)
 class Settings(Data, Method, Comparison, Run):
-    """Everything that the figures depend on; the flags of the command, one to one."""
+    """The settings that the figures depend on. Each is a flag of the command."""
 
 
 def fingerprint(s: Settings) -> dict[str, Any]:
-    """What a resumed run must share with the one it goes on with. (The memory changes no bit of the result.)"""
+    """Return what a resumed run must share with the run that it continues. (The memory does not change the result.)"""
     return {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "memory")}
 
 
 def check(s: Settings) -> None:
-    """Fail on what is wrong before anything is written."""
-    bilevel.Reverse(memory=s.memory)  # a size that is none fails here
+    """Raise for wrong settings, before anything is written."""
+    bilevel.Reverse(memory=s.memory)  # raises if this is no size
     for name in s.dataset:
         images = source(name, s.data_root, s.download)
         for validation in s.validation:
@@ -149,7 +150,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """How tables and plots call the method."""
+        """The name of the method in tables and plots."""
         if not self.steps:
             return self.method
         return f"{self.method} (K={self.steps}{f', every {self.every}' if self.every > 1 else ''})"
@@ -164,20 +165,20 @@ class Job:
 
 
 def jobs(s: Settings) -> Iterator[Job]:
-    """All runs, cell by cell, seed by seed, so that an interrupted study has whole cells."""
+    """Yield all runs, ordered by cell and then by seed, so that an interrupted study has complete cells."""
     for dataset, model, rho, validation in itertools.product(s.dataset, s.model, s.rho, s.validation):
         first = s.first_seed + s.seeds * (dataset == QMNIST_LABELS)
         for seed in range(first, first + s.seeds):
             for name in s.baselines:
                 yield Job(dataset, model, rho, validation, name, 0, 0, seed)
             for steps, solver in itertools.product(s.steps, s.solvers):
-                # gd takes no step on g, so that `every` says nothing about it
+                # gd takes no steps on g, so `every` does not apply to it
                 for every in s.every if solver != "gd" else (1,):
                     yield Job(dataset, model, rho, validation, solver, every, steps, seed)
 
 
 def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
-    """Run what is not done yet, and return the record of every run."""
+    """Do the runs that are not done yet, and return the records of all."""
     runs.set_up(s.device, s.threads, s.tf32)
     return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
 
@@ -188,7 +189,7 @@ def source(name: str, root: str, download: bool) -> data.Images:
 
 
 def features(s: Settings, job: Job) -> str:
-    """ "pixels" or "patches", whichever the model of this job sees."""
+    """Return the inputs of this job's model: "pixels" or "patches"."""
     if job.model not in ("linear", "mlp"):
         return "pixels"
     colour = source(job.dataset, s.data_root, s.download).x.ndim == 4
@@ -197,7 +198,7 @@ def features(s: Settings, job: Job) -> str:
 
 @lru_cache(maxsize=2)
 def patches(name: str, root: str, download: bool) -> data.Images:
-    """The data set with patch features in place of images. No label has a part in them, and no test image."""
+    """Return the data set with patch features in place of images. They use no labels and no test images."""
     images = source(name, root, download)
     learnt = Patches.learn(images.x, count=FILTERS)
     test = None if images.x_test is None else learnt.encode(images.x_test)
@@ -206,7 +207,7 @@ def patches(name: str, root: str, download: bool) -> data.Images:
 
 @dataclass(frozen=True)
 class Problem:
-    """A split as tensors, standardised with the training set's mean and deviation."""
+    """Return a split as tensors, standardised with the mean and deviation of the training set."""
 
     train: Pair
     validation: Pair
@@ -249,7 +250,7 @@ def _scale(x: Any) -> Any:
 
 
 def principal(p: Problem, components: int) -> Problem:
-    """The same problem in the directions in which the training rows vary most."""
+    """Return the same problem, projected to the directions in which the training rows vary most."""
     x = p.train[0].flatten(1)
     if not components or components >= x.shape[1]:
         return p
@@ -259,7 +260,7 @@ def principal(p: Problem, components: int) -> Problem:
 
 
 def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
-    """One run: judge every training sample, then measure the verdict."""
+    """Do one run: judge all training samples, and measure the verdict."""
     p = problem(s, job)
     model = _model(s, job, p)
     options = {"steps": s.fit_steps, "lr": s.fit_lr, "batch_size": s.batch_size or None, "seed": job.seed}
@@ -292,7 +293,7 @@ def _model(s: Settings, job: Job, p: Problem) -> nn.Module:
 def _learnt(
     s: Settings, job: Job, p: Problem, path: Path, state: Any, quiet: bool
 ) -> tuple[Tensor, list[dict[str, float]]]:
-    """λ and its history, with the F1 after each outer step, by the bilevel loop; saved after each outer step."""
+    """Learn λ by the bilevel loop, which is saved after each outer step. Return λ and the F1 after each outer step."""
     p = principal(p, s.components) if job.model == "linear" else p
     done = len(state["history"]) if state else 0
     bar = tqdm(total=s.outer_steps, initial=done, desc=job.label, disable=quiet, position=1, leave=False)
@@ -313,7 +314,7 @@ def _learnt(
 
 
 def _baseline(job: Job, model: nn.Module, p: Problem, options: dict[str, Any]) -> Tensor:
-    """Which samples the baseline keeps."""
+    """Return which samples the baseline keeps."""
     labels = p.train[1].cpu()
     if job.method == "keep-all":
         return torch.ones(len(labels), dtype=torch.bool)
@@ -329,7 +330,7 @@ CELL = ("dataset", "model", "rho", "validation")
 
 
 def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each cell and method: mean and standard deviation over the seeds of what was measured."""
+    """Return a row for each cell and method: mean and standard deviation over the seeds of each measured figure."""
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in records:
         rows.setdefault(tuple(r[k] for k in (*CELL, "label")), []).append(r)
@@ -348,7 +349,7 @@ def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _steps_to_gd(group: list[dict[str, Any]], records: list[dict[str, Any]]) -> int | None:
-    """After how many outer steps the mean F1 is what gd's is at its end, in the same cell; None if never, or no gd."""
+    """Return after how many outer steps the mean F1 reaches gd's final one in the same cell; None if never or no gd."""
     same = (*CELL, "steps")
     basic = [r for r in records if r["method"] == "gd" and all(r[k] == group[0][k] for k in same)]
     if not basic or not all(r["history"] for r in group):
