@@ -1,4 +1,4 @@
-"""`bilevel-fewshot PHOTOS`: train an encoder on one's own classes, measure it on classes that it has never seen."""
+"""`bilevel-fewshot PHOTOS`: train an encoder on your own classes, and test it on classes that it has never seen."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .study import settle
 from .train import SOLVERS, meta_train
 
 PARTS = ("train", "val", "test")
-POINTS = 10  # times that the encoder is measured on validation classes, and saved, in training
-RATE = 0.4  # of a head in a task of 5 ways
+POINTS = 10  # how often in training the encoder is saved, after a test on the validation classes
+RATE = 0.4  # the rate of a head in a task of 5 ways
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")]
 Folder = Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")]
 Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
@@ -42,59 +42,59 @@ Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 @dataclass(frozen=True)
 class Data:
-    """Pictures and tasks. 0 stands for a value that the data decide, as the report says."""
+    """Pictures and tasks. 0 stands for a value that is chosen by the data, and reported."""
 
     root: Folder = None
-    """Folder that the files of a CSV file are in; without this flag, its own."""
+    """Folder of the files that a CSV file names; without this flag, the folder of the CSV file."""
     image_size: Whole = 0
-    """Pixels of a side that pictures are brought to. 0: the median of their shorter sides, but at most 84; or, with
+    """Side in pixels to which pictures are resized. 0: the median of their shorter sides, but at most 84; with
     --frozen, the size that the model was made for."""
     augment: Annotated[str, value(str, "auto|none|flip|rotate", ("auto", "none", "flip", "rotate"))] = "auto"
-    """What is done to training pictures. flip: mirror a random half of them. rotate: turns by 90° are classes of their
-    own. none: nothing. auto: none with --frozen, otherwise rotate for grey pictures or fewer than 10 training classes,
+    """Changes of training pictures. flip: mirror a random half of them. rotate: turns by 90° make further classes.
+    none: no changes. auto: none with --frozen, otherwise rotate for grey pictures or fewer than 10 training classes,
     and flip for all others."""
     ways: Count = 5
-    """Classes in a test task; fewer if there are not as many."""
+    """Number of classes in a test task; fewer if there are not as many."""
     shots: Count = 1
-    """Pictures of each class to learn from in a task."""
+    """Number of pictures of each class from which a task is learnt."""
     test_tasks: Count = 600
-    """How many test tasks there are."""
+    """Number of test tasks."""
     seed: Whole = 0
     """Random seed of the split of the classes, of the initial weights and of the tasks."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The encoder and how it is trained."""
+    """The encoder, and how it is trained."""
 
     encoder: Annotated[str, tyro.conf.arg(metavar="NAME")] = "conv4"
-    """Which network: conv4, conv4-pool, resnet18, torchvision:NAME or timm:NAME."""
+    """Network: conv4, conv4-pool, resnet18, torchvision:NAME or timm:NAME."""
     weights: File = None
-    """Weights of a torchvision or timm model; without this flag, those in its library's cache, if they are there."""
+    """File with the weights of a torchvision or timm model; without this flag, those in its library's cache, if any."""
     frozen: Switch = False
-    """Keep the weights; only the rates of the heads are learnt, in seconds, on features that are computed once."""
+    """Keep the weights. Only the rates of the heads are learnt, in seconds, on features that are computed once."""
     solver: Annotated[str, value(str, "|".join(SOLVERS), list(SOLVERS))] = "bigsam"
-    """How heads are adapted in training; gd takes no steps on the query pictures."""
+    """Solver that adapts heads in training. gd takes no steps on the query pictures."""
     steps: Count = 5
-    """Steps that a head takes."""
+    """Number of steps that a head takes."""
     outer_steps: Whole = 0
-    """Length of the training, in batches of tasks. 0: 300, or 100 with --frozen."""
+    """Number of outer steps, each on one batch of tasks. 0: 300, or 100 with --frozen."""
     images: Whole = 0
-    """About how many pictures a batch of tasks has. 0: 400, or 100 for torchvision and timm models."""
+    """Approximate number of pictures in a batch of tasks. 0: 400, or 100 for torchvision and timm models."""
     eta: Rate = 0.0
-    """Adam's rate. 0: 2e-3; 1e-4 for a model with trained weights; 0.05 for the rates of heads with --frozen."""
+    """Rate of Adam. 0: 2e-3; 1e-4 for a model with trained weights; 0.05 for the rates of heads with --frozen."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go."""
+    """Where the results go."""
 
     out: Folder = None
     """Folder of the run; without this flag, runs/NAME with the name of the data."""
     resume: Switch = False
-    """Go on with the run in --out that was stopped, to the same result."""
+    """Continue the run in --out that was stopped, with the same result."""
     threads: Whole = 0
-    """Torch threads; 0: torch's default."""
+    """Number of torch threads; 0: torch's default."""
     quiet: Switch = False
     """Show no progress."""
 
@@ -110,9 +110,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Material:
-    """Everything that training needs.
+    """All that training needs.
 
-    classes: the number of pictures of each class, by part. images: of each part that has any; features if frozen.
+    classes: the number of pictures of each class, by part. images: those of each part that has any; features if frozen.
     weights: the file of the weights that the encoder starts from; None for random ones.
     """
 
@@ -126,12 +126,12 @@ class Material:
 
     @property
     def mapping(self) -> nn.Module:
-        """What makes features of `images`."""
+        """The module that turns `images` into features."""
         return nn.Flatten() if self.frozen else self.encoder.body
 
     @property
     def digest(self) -> str:
-        """A checksum of the pictures and their classes."""
+        """Return a checksum of the pictures and their classes."""
         found = hashlib.sha256(repr((self.files.names, self.files.labels)).encode())
         for images in self.images.values():
             found.update(images.digest())
@@ -139,7 +139,7 @@ class Material:
 
 
 def run(command: Command, argv: Sequence[str]) -> str:
-    """Train, measure, write the encoder, and return what is printed at the end."""
+    """Train, test and write the encoder. Return what is printed at the end."""
     begin, c = time.perf_counter(), command
     runs.set_up("cpu", c.output.threads)
     folder = c.output.out or Path("runs") / (c.photos.resolve().stem or "photos")
@@ -171,7 +171,7 @@ _NOT_MEASURED = (
 
 
 def gather(c: Command) -> Material:
-    """Read the pictures, split their classes, and build the encoder; what is wrong fails here."""
+    """Read the pictures, split their classes, and build the encoder. Raise for anything that is wrong."""
     frozen = c.training.frozen
     _refuse(c)
     files = labelled(c.photos, c.data.root)
@@ -236,7 +236,7 @@ def require_two(labels: Sequence[str], files: Files) -> None:
 
 
 def _without_small_classes(x: NDArray[Any], files: Files, shots: int) -> tuple[NDArray[Any], Files]:
-    """Leave out classes that have no picture beyond the shots; a task needs one to ask for."""
+    """Leave out classes that have no picture besides the shots, since a task needs a query picture."""
     counts = Counter(files.labels)
     rows = [i for i, label in enumerate(files.labels) if counts[label] > shots]
     small = sorted(name for name, count in counts.items() if count <= shots)
@@ -252,7 +252,7 @@ def _without_small_classes(x: NDArray[Any], files: Files, shots: int) -> tuple[N
 
 
 def _part(x: NDArray[Any], labels: Sequence[str], names: list[str]) -> Part:
-    """The pictures of these classes, which are then numbered in this order; features get the form of images."""
+    """Return the pictures of these classes, numbered in this order. Features get the shape of images."""
     rank = {name: i for i, name in enumerate(names)}
     rows = [i for i, label in enumerate(labels) if label in rank]
     part = x[rows]
@@ -261,7 +261,7 @@ def _part(x: NDArray[Any], labels: Sequence[str], names: list[str]) -> Part:
 
 def _images(parts: dict[str, Part], turns: int, scale: tuple[Any, Any] | None) -> dict[str, Images]:
     train = Images(parts["train"], turns, scale=scale)
-    # the classes that an encoder is judged by are the user's, not turns of them
+    # the encoder is tested on the user's classes, not on turns of them
     rest = {part: Images(parts[part], 1, scale=train.scale) for part in parts if part != "train"}
     return {"train": train, **rest}
 
@@ -275,7 +275,7 @@ def _augment(c: Command, colour: bool, classes: int) -> str:
 
 
 def _encoder(files: Files, c: Command) -> tuple[Encoder, bool, Path | None]:
-    """Return the encoder before training, whether its mean and deviation are settled, and the file of its weights."""
+    """Return the encoder before training, whether its mean and deviation are set, and the file of its weights."""
     t, name, seed = c.training, c.training.encoder, c.data.seed
     head = Head([RATE] * t.steps, 5)
     if ":" not in name:
@@ -297,7 +297,7 @@ def load_backbone(
 ) -> tuple[Encoder, Path | None]:
     """Return a torchvision or timm model as encoder, and the file of its weights: `weights`, or its library's cache.
 
-    Where there is no such file, the weights are random unless they are required. size: of its images; 0: its own.
+    Without such a file the weights are random, unless they are required. size: the side of its images; 0: its own.
     """
     with own_prefix(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -311,11 +311,11 @@ def load_backbone(
     return Encoder(found.model, Spec(name, height, width, 3, mean, deviation, head)), file
 
 
-# --- training and measuring ------------------------------------------------------------------------------------
+# --- training and testing -------------------------------------------------------------------------------------
 
 
 def _ways(m: Material, part: str, c: Command) -> int:
-    """Classes in a task: in training up to 20, since many ways teach an encoder most, and else --ways."""
+    """Return the number of classes in a task: up to 20 in training, where many ways teach most, and else --ways."""
     if part not in m.images:
         return 0
     return min(20 if part == "train" and not m.frozen else c.data.ways, m.images[part].classes)
@@ -334,7 +334,7 @@ def _episodes(m: Material, c: Command) -> Episodes:
 
 
 def _measure(m: Material, part: str, c: Command, head: Head, tasks: int | None = None) -> dict[str, Score]:
-    """Accuracy of heads ("head") and of the nearest mean on tasks of the part; nothing if it has no classes."""
+    """Return the accuracy of heads ("head") and of the nearest mean on tasks of the part, if it has any classes."""
     ways = _ways(m, part, c)
     if not ways:
         return {}
@@ -347,7 +347,7 @@ def _measure(m: Material, part: str, c: Command, head: Head, tasks: int | None =
 
 
 def _untrained(m: Material, c: Command) -> Material:
-    """The encoder before training; random weights get BatchNorm's statistics of the training classes."""
+    """Return the encoder before training. With random weights, it gets BatchNorm statistics of the training classes."""
     if m.weights is not None:
         return m
     body = settle(copy.deepcopy(m.encoder.body), _episodes(m, c), chunk=220)
@@ -361,9 +361,9 @@ def _learn_rates(m: Material, c: Command) -> tuple[Head, dict[str, Any]]:
 
 
 def _train(m: Material, c: Command, folder: Path) -> tuple[Head, dict[str, Any]]:
-    """Train the encoder's body in place: its weights after the outer step with the best validation accuracy.
+    """Train the body of the encoder in place, and keep its weights at the best validation accuracy.
 
-    Without validation classes, those after the last step.
+    Without validation classes, keep those after the last step.
     """
     t, episodes = c.training, _episodes(m, c)
     outer_steps, path = t.outer_steps or 300, folder / "runs" / "training.pt"
@@ -380,7 +380,7 @@ def _train(m: Material, c: Command, folder: Path) -> tuple[Head, dict[str, Any]]
             return
         judged = replace(m, encoder=Encoder(now.encoder, m.encoder.spec))
         val = _measure(judged, "val", c, m.encoder.spec.head, tasks=200)
-        mean = val["head"].mean if val else float(now.step)  # without validation classes, the last one is taken
+        mean = val["head"].mean if val else float(now.step)  # without validation classes, the last step is the best
         now.history.append({"step": now.step, "validation": val["head"].mean if val else None})
         if mean > best["mean"]:
             weights = {name: value.clone() for name, value in now.encoder.state_dict().items()}
