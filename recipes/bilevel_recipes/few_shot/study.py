@@ -29,7 +29,7 @@ from .maml import RATES, Learner, evaluate_all, meta_train_all
 from .train import SOLVERS, meta_train
 
 UNTRAINED = "untrained"
-# images of at most so many pixels are down to one before a convolution of stride 2, see docs/limits.md
+# images of at most so many pixels have one pixel left before a convolution of stride 2, see docs/limits.md
 ONE_PIXEL = {"conv4": 8, "resnet18": 16}
 
 
@@ -38,33 +38,33 @@ class Data:
     """Several values, separated by commas, make a grid."""
 
     dataset: Annotated[tuple[str, ...], names(list(sources.SOURCES))] = ("digits",)
-    """Where classes and images are from."""
+    """Data sets with the classes and images."""
     data_root: str = "data"
-    """Where the files are."""
+    """Folder of the files."""
     download: bool = False
-    """Let torchvision fetch Omniglot into --data-root."""
+    """Let torchvision download Omniglot to --data-root."""
     turns: Count = 4
-    """1: images as they are; 2, 3, 4: each turn by 90° makes classes of its own."""
+    """1: images are not turned. 2, 3, 4: each turn by 90° makes further classes."""
     test_turns: Whole = 0
-    """The same for test classes; 0: as --turns says."""
+    """The same for test classes; 0: as many turns as in training."""
     ways: Counts = (5,)
-    """Classes in a task."""
+    """Number of classes in a task."""
     shots: Counts = (1,)
-    """Images of each class to learn from."""
+    """Number of support images of each class, from which a task is learnt."""
     queries: Count = 10
-    """Images of each class to be judged by."""
+    """Number of query images of each class, on which a task is tested."""
     train_queries: Whole = 0
-    """The same in meta-training; 0: as many."""
+    """Number of query images of each class in meta-training; 0: the same."""
     train_on: Annotated[str, value(str, "train|train+val", ("train", "train+val"))] = "train"
-    """Classes for training. train+val: those for validation as well, once all settings are chosen."""
+    """Classes for training. train+val: also those for validation, to be used when all settings are chosen."""
     mirror: bool = False
-    """Swap left and right in a random half of the training images."""
+    """Mirror a random half of the training images."""
     shift: Rate = 0.0
     """Move training images by up to this share of their side."""
     turn: Rate = 0.0
     """Turn training images by up to so many degrees."""
     zoom: Rate = 0.0
-    """Enlarge or shrink training images by a factor of up to 1 + X, in width and height apart."""
+    """Enlarge or shrink training images by a factor of up to 1 + X, separately in width and height."""
     light: Rate = 0.0
     """Change contrast by a factor in 1 ± X, and brightness by up to X standard deviations."""
 
@@ -74,77 +74,77 @@ class Method:
     """Meta-training of an encoder, with a linear head for each task."""
 
     model: Annotated[tuple[str, ...], names(list(ENCODERS))] = ("conv4",)
-    """Encoders."""
+    """Encoders to train."""
     solvers: Annotated[tuple[str, ...], names(list(SOLVERS))] = ("bigsam",)
-    """Inner solvers. split: steps on g see one half of the queries, the outer loss is taken on the other half."""
+    """Inner solvers. split: steps on g use one half of the queries, and the outer loss the other half."""
     steps: Counts = (5,)
-    """Inner steps K."""
+    """Number of inner steps K."""
     every: Counts = (1,)
-    """A step on g every E-th time."""
+    """Take a step on g every N-th time."""
     lr: Rates = (0.4,)
-    """Inner rate t, on h."""
+    """Inner rate t of steps on h."""
     s: Annotated[float | None, tyro.conf.arg(metavar="X")] = None
-    """Inner rate on g; that on h unless given."""
+    """Inner rate of steps on g; without this flag, that of steps on h."""
     images: int = 880
-    """Images in a meta-batch, about: 16 tasks of 5-way 1-shot, 3 of 20-way 5-shot."""
+    """Approximate number of images in a meta-batch. 880 are 16 tasks of 5-way 1-shot, or 3 of 20-way 5-shot."""
     tasks: Whole = 0
-    """Tasks in a meta-batch; 0: as many as have about --images images."""
+    """Number of tasks in a meta-batch; 0: as many as have about --images images."""
     outer_steps: Count = 300
-    """Meta-batches."""
+    """Number of outer steps, each on one meta-batch."""
     eta: Rate = 2e-3
-    """Adam's rate for the encoder."""
+    """Rate of Adam for the encoder."""
     no_decay: bool = False
-    """Keep that rate; without this flag it falls to 0 along half a cosine."""
+    """Keep the rate --eta constant; without this flag it falls to 0 along half a cosine."""
     features: str = "sphere"
-    """What heads see. centred: features less their mean over the support set; sphere: that, scaled to one length; raw:
-    as they are."""
+    """Inputs of the heads. centred: features minus their mean over the support set. sphere: the same, scaled to one
+    length. raw: the features themselves."""
     batchnorm: str = "running"
-    """running: BatchNorm has running statistics at test time; task: those of the task's own images, support and query,
-    in training and at test time (transductive)."""
+    """Statistics of BatchNorm. running: running statistics at test time. task: those of the task's own images, support
+    and query, in training and at test time (transductive)."""
     chunk: Count = 220
-    """Images in one pass of the encoder; BatchNorm's batch in training."""
+    """Number of images in one pass of the encoder, which is BatchNorm's batch in training."""
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """What adapts to a task; the flags below --adapt are for all."""
+    """What is adapted to a task. The flags below --adapt apply to --adapt all."""
 
     adapt: Annotated[str, value(str, "head|all", ("head", "all"))] = "head"
-    """head: a linear head on the encoder; all: all weights of encoder and head, from a start that is learnt (MAML).
-    BatchNorm then has the statistics of the batch at hand: the support set, or all queries of a task (transductive)."""
+    """head: a linear head on the encoder. all: all weights of encoder and head, from a start that is learnt (MAML).
+    BatchNorm then uses the statistics of each batch: the support set, or all queries of a task (transductive)."""
     first_order: bool = False
     """Leave out second derivatives."""
     rates: Annotated[str, value(str, "|".join(RATES), RATES)] = "fixed"
-    """Inner rates. fixed: --lr; step: one for each inner step is learnt; tensor: one for each step and weight tensor
-    is."""
+    """Inner rates. fixed: --lr. step: one is learnt for each inner step. tensor: one is learnt for each inner step and
+    weight tensor."""
     losses_along: Whole = 0
-    """For so many outer steps the losses after all inner steps count: equally at first, in the end the last one alone
-    (MAML++)."""
+    """Number of outer steps in which the losses after all inner steps count (MAML++). Their weights are equal at first,
+    and shift to the last loss."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Tasks of classes that were never trained on."""
+    """Tests on tasks of classes that were never trained on."""
 
     also: Annotated[tuple[str, ...], names()] = ()
-    """Test each encoder on other tasks as well: 5x1,20x5 is 5-way 1-shot and 20-way 5-shot."""
+    """Further tasks to test each encoder on: 5x1,20x5 is 5-way 1-shot and 20-way 5-shot."""
     test_on: str = "test"
-    """test, or val for choosing rates."""
+    """Classes to test on: test, or val for choosing rates."""
     test_steps: Counts = (1, 5, 10, 20, 50)
-    """Numbers of adaptation steps to measure beside --steps."""
+    """Numbers of adaptation steps to test, besides --steps."""
     test_episodes: Count = 1000
-    """Test tasks."""
+    """Number of test tasks."""
     test_views: Annotated[tuple[str, ...], names(VIEWS)] = ()
-    """Features of a test image are the mean over it and other views of it. mirror: left and right swapped; shift: moved
-    by 1/28 of its side, in four directions. The evaluations on the way see the image alone."""
+    """Views of a test image, or none: its features are the mean over the image and these views. mirror: left and right
+    swapped. shift: moved by 1/28 of its side in four directions. Tests during training use the image alone."""
     curve_points: Count = 10
-    """Evaluations on the way."""
+    """Number of tests during training, for the curves."""
     curve_episodes: Count = 200
-    """Test tasks of each of those."""
+    """Number of test tasks of each test during training."""
     baselines: Annotated[tuple[str, ...], names([UNTRAINED])] = (UNTRAINED,)
-    """untrained: heads on a random encoder; or none."""
+    """Baselines, or none. untrained: heads on a random encoder."""
     seeds: Count = 1
-    """Seeds 0 to N − 1, of initial weights and training tasks."""
+    """Number of seeds, which set the initial weights and the training tasks."""
 
 
 @dataclass(frozen=True)
@@ -152,31 +152,31 @@ class Run:
     """The machine."""
 
     save_every: Count = 50
-    """Outer steps between checkpoints: what a kill can lose at most."""
+    """Number of outer steps between checkpoints, which is the most that a kill can lose."""
     device: str = "cpu"
     """cpu or cuda."""
     precision: Annotated[str, value(str, "float32|bf16|auto", ("float32", "bf16", "auto"))] = "float32"
-    """Of the encoder. bf16: autocast to bfloat16; weights and heads stay in float32. auto: bf16 where the processor has
-    instructions for it."""
+    """Precision of the encoder. bf16: autocast to bfloat16, while weights and heads stay in float32. auto: bf16 if the
+    processor has instructions for it."""
     tf32: bool = False
     """Let float32 products and convolutions on a GPU round to TF32."""
     threads: Whole = 0
-    """Torch threads; a run repeats bit for bit with the same number. 0: torch's default."""
+    """Number of torch threads; 0: torch's default. A run repeats bit for bit with the same number."""
 
 
 @dataclass(frozen=True)
 class Settings(Data, Method, Adaptation, Evaluation, Run):
-    """Everything that the figures depend on; the flags of the command, one to one."""
+    """The settings that the figures depend on. Each is a flag of the command."""
 
 
 def fingerprint(s: Settings) -> dict[str, Any]:
-    """What a resumed run must share with the one it goes on with."""
+    """Return what a resumed run must share with the run that it continues."""
     found = {k: v for k, v in asdict(s).items() if k not in ("data_root", "download", "save_every")}
     return {**found, "precision": "bf16" if uses_bf16(s) else "float32"}
 
 
 def uses_bf16(s: Settings) -> bool:
-    """Whether the encoder runs in bfloat16; "auto" asks the processor."""
+    """Return whether the encoder runs in bfloat16. "auto" depends on the processor."""
     if s.precision != "auto" or s.adapt == "all":
         return s.precision == "bf16"
     return has_fast_bf16(torch.device(s.device)) and _sees_one_pixel(s) is None
@@ -206,7 +206,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """How tables and plots call the method."""
+        """The name of the method in tables and plots."""
         extra = [f"every {self.every}"] if self.every > 1 else []
         return f"{self.method} ({', '.join([f'K={self.steps}', f't={self.lr:g}', *extra])})"
 
@@ -223,7 +223,7 @@ CELL = ("dataset", "model", "ways", "shots")
 
 
 def jobs(s: Settings) -> Iterator[Job]:
-    """All runs, cell by cell, seed by seed, so that an interrupted study has whole cells."""
+    """Yield all runs, ordered by cell and then by seed, so that an interrupted study has complete cells."""
     for cell in itertools.product(s.dataset, s.model, s.ways, s.shots):
         for seed in range(s.seeds):
             for steps, lr, method in itertools.product(s.steps, s.lr, (*s.baselines, *s.solvers)):
@@ -233,27 +233,27 @@ def jobs(s: Settings) -> Iterator[Job]:
 
 
 def run(s: Settings, folder: Path, quiet: bool = False) -> list[dict[str, Any]]:
-    """Run what is not done yet, and return the record of every run."""
+    """Do the runs that are not done yet, and return the records of all."""
     runs.set_up(s.device, s.threads, s.tf32)
     return runs.sweep(list(jobs(s)), folder, lambda job, path, state: one(s, job, path, state, quiet), quiet)
 
 
 @lru_cache(maxsize=4)
 def images(name: str, root: str | None, download: bool, turns: int, device: str, part: str) -> Images:
-    """The classes of a split, normalised with mean and deviation of the training classes."""
+    """Return the classes of a split, normalised with mean and deviation of the training classes."""
     source = sources.load(name, root, download)
     scale = None if part == "train" else images(name, root, download, turns, device, "train").scale
     return Images(source.part(part), turns, device, scale)
 
 
 def augment(s: Settings) -> Augment | None:
-    """The random changes of training images, if there are any."""
+    """Return the random changes of training images, or None."""
     found = Augment(s.mirror, s.shift, s.turn, s.zoom, s.light)
     return None if found == Augment() else found
 
 
 def check(s: Settings) -> None:
-    """Fail now on data that are not there, and on tasks that they can't give."""
+    """Raise for missing data and impossible tasks, before the work begins."""
     for name in ("turns", "queries", "images", "outer_steps", "chunk", "test_episodes", "curve_points", "save_every"):
         if getattr(s, name) < 1:
             raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
@@ -272,7 +272,7 @@ def check(s: Settings) -> None:
 
 
 def _check_adaptation(s: Settings) -> None:
-    """Refuse flags of one adaptation that were given for the other."""
+    """Refuse flags that do not apply to the chosen --adapt."""
     only = {"head": ("features", "batchnorm", "chunk", "test_views"), "all": ("first_order", "rates", "losses_along")}
     (other,) = only.keys() - {s.adapt}
     for name in only[other]:
@@ -302,7 +302,7 @@ def _images(s: Settings, dataset: str, part: str, test: bool = False) -> Images:
 
 
 def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: bool) -> dict[str, Any]:
-    """One run: train the encoder, then measure it on tasks of new classes."""
+    """Do one run: train the encoder, and test it on tasks of new classes."""
     train, test = _images(s, job.dataset, s.train_on), _images(s, job.dataset, s.test_on, test=True)
     encoder = build_encoder(job.model, train.shape, job.seed).to(s.device)
     episodes = Episodes(train, tasks(s, job), job.ways, job.shots, train_queries(s), job.seed, augment(s))
@@ -318,7 +318,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         if isinstance(module, Learner):
             found = evaluate_all(module, test, ways, shots, s.queries, **options)
         else:
-            # the mean over n times as many classes has n times less gradient for each: t goes with the ways
+            # in a mean over n times as many classes each has an n-th of the gradient, so t is scaled with the ways
             lr = job.lr * ways / job.ways
             seen = Views(module, views)
             found = evaluate(seen, test, ways, shots, s.queries, lr=lr, leaky=leaky, **options, **common)
@@ -327,7 +327,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
     others = [cell for cell in s.also if cells_of(cell) != (job.ways, job.shots)]
 
     def test_all(module: nn.Module, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """On the tasks that it is trained for, and on the others."""
+        """Test on the tasks that it is trained for, and on the others."""
         also = {cell: test_now(module, *cells_of(cell), **options) for cell in others}
         return test_now(module, job.ways, job.shots, **options), also
 
@@ -365,7 +365,7 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
         trained, record = result.encoder, {"seconds": result.seconds, "cpu_seconds": result.cpu_seconds}
         record["history"] = result.history
     steps = tuple(sorted({*s.test_steps, job.steps}))
-    # other tasks than those of the curve: seed 1
+    # seed 1 gives other tasks than those of the curve
     whole: dict[str, Any] = {"episodes": s.test_episodes, "steps": steps, "leaky": job.steps, "seed": 1}
     scores, also = test_all(trained, views=s.test_views, **whole)
     record |= {
@@ -384,14 +384,14 @@ def one(s: Settings, job: Job, path: Path, state: dict[str, Any] | None, quiet: 
 
 
 def adaptation(s: Settings) -> str:
-    """How tables and plots call a way to adapt all weights."""
+    """Return the name of a way to adapt all weights, for tables and plots."""
     parts = ["all weights", *(["first order"] if s.first_order else [])]
     parts += {"fixed": [], "step": ["a rate for each step"], "tensor": ["a rate for each step and tensor"]}[s.rates]
     return ", ".join([*parts, *([f"losses along for {s.losses_along}"] if s.losses_along else [])])
 
 
 def cells_of(text: str) -> tuple[int, int]:
-    """Ways and shots of "5x1"."""
+    """Return ways and shots of "5x1"."""
     ways, _, shots = text.partition("x")
     if not (ways.isdigit() and shots.isdigit()):
         raise ValueError(f"recipes.few_shot: --also takes WAYSxSHOTS, as in 5x1,20x5; got {text!r}")
@@ -399,7 +399,7 @@ def cells_of(text: str) -> tuple[int, int]:
 
 
 def tasks(s: Settings, job: Job) -> int:
-    """Tasks in a meta-batch: cells with larger tasks get fewer of them, for the same work."""
+    """Return the number of tasks in a meta-batch. Larger tasks are fewer, for the same work."""
     return s.tasks or max(1, round(s.images / (job.ways * (job.shots + train_queries(s)))))
 
 
@@ -408,7 +408,7 @@ def train_queries(s: Settings) -> int:
 
 
 def settle(encoder: nn.Module, episodes: Episodes, chunk: int, batches: int = 20) -> nn.Module:
-    """The encoder as it is, with BatchNorm's running statistics of the training classes: an honest untrained one."""
+    """Return the untrained encoder with BatchNorm statistics of the training classes, which is the fair baseline."""
     encoder.train()
     with torch.no_grad():
         for _ in range(batches):
@@ -419,7 +419,7 @@ def settle(encoder: nn.Module, episodes: Episodes, chunk: int, batches: int = 20
 
 
 def elsewhere(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A record for each test of an encoder on other tasks than it was trained on, under a label that says so."""
+    """Return a record for each test on other tasks than those of the training, with a label that says so."""
     found: list[dict[str, Any]] = []
     for r in records:
         how = "t of" if r["method"] == UNTRAINED else "trained"
@@ -432,14 +432,14 @@ def elsewhere(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def over_seeds(means: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of a mean over a few seeds, by Student's t."""
+    """Return half the width of the 95 % interval of a mean over a few seeds, by Student's t."""
     return float(student.ppf(0.975, len(means) - 1) * np.std(means, ddof=1) / math.sqrt(len(means)))
 
 
 def summary(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each cell and method: the mean over seeds of each score, with an interval.
+    """Return a row for each cell and method: the mean over seeds of each score, with an interval.
 
-    interval: that of the tasks for one seed, that of `over_seeds` for several.
+    The interval is that over the tasks for one seed, and that of `over_seeds` for several.
     """
     rows: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for r in [*records, *elsewhere(records)]:
