@@ -369,7 +369,7 @@ class explained:
         if kind is None or not issubclass(kind, (RuntimeError, NotImplementedError)):
             return
         text = str(error)
-        if "second time" in text or "have already been freed" in text:
+        if "through the graph a second time" in text or "have already been freed" in text:
             raise RuntimeError(
                 "bilevel.inner: the graph of a loss, or the graph behind a tensor of the batch, has been freed by an "
                 "earlier backward pass. A loss must return its value without calling .backward() or "

@@ -519,8 +519,8 @@ FALLING = {
     "a derivative in a loss": "takes a derivative of its own through a block",
     "stop_gradient": "stop_gradient",
     "in place": "changes its input in place",
-    "from outside": "a graph that was made outside of it",
-    "from outside, and gone": "a block does not run on dual numbers, or not once more",
+    "from outside": "a graph that was made outside it",
+    "from outside, and gone": "a block does not run on dual numbers, or not a second time",
     "no blocks": "has no ModuleList or Sequential with several modules of one class",
     "tasks": "with tasks= the weights have a task dimension",
     "checkpointing outside": "outside the blocks runs under activation checkpointing",
@@ -600,7 +600,7 @@ def test_choice_of_blocks_that_makes_no_sense(wrong):
 
 def test_choice_of_blocks_that_the_model_has_not():
     lam = torch.zeros(N).double().requires_grad_()
-    with pytest.raises(ValueError, match="blocks= names LSTM, and the model has no such module"):
+    with pytest.raises(ValueError, match="blocks= names LSTM, but the model has no such module"):
         gradients(Net().double(), bilevel.Reverse(blocks=nn.LSTM), *losses(lam), [lam], lr=0.1)
 
 
