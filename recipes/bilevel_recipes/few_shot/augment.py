@@ -1,4 +1,4 @@
-"""Random changes of training images: what an encoder should not care about."""
+"""Random changes of training images, to which an encoder should be invariant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..device import place
 
 @dataclass(frozen=True)
 class Augment:
-    """How far images are changed at random, each image by itself.
+    """The sizes of random changes, which are drawn for each image.
 
     mirror: swap left and right in half of the images. shift: move by up to this share of the side. turn: turn by up to
     this many degrees. zoom: enlarge or shrink by a factor between 1/(1 + zoom) and 1 + zoom, in width and height apart.
@@ -39,7 +39,7 @@ class Augment:
             return x
 
         def uniform(*size: int) -> Tensor:
-            """Numbers between −1 and 1, drawn on the CPU: the same on every device."""
+            """Return numbers between −1 and 1, drawn on the CPU, so that all devices get the same."""
             return place(2 * torch.rand(len(x), *size, generator=generator) - 1, x.device)
 
         if self.mirror:
