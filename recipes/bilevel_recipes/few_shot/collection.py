@@ -1,4 +1,4 @@
-"""One's own labelled pictures: a folder with one folder for each class, or a CSV file with the columns file and label.
+"""Labelled pictures of your own: a folder with a folder for each class, or a CSV file with the columns file and label.
 
 Pictures are read in chunks and reduced at once, so that a large collection fits in memory.
 """
@@ -22,8 +22,8 @@ from ..clean.pictures import Picture, read_pictures
 from ..clean.sources import images_below, open_source
 from ..on_page import is_grey
 
-LARGEST = 84  # pixels of a side, unless another size is given: that of MiniImageNet's usual protocol
-_SAMPLED = 200  # pictures by which size and colour are chosen
+LARGEST = 84  # the default of the largest side in pixels, as in MiniImageNet's usual protocol
+_SAMPLED = 200  # the number of pictures by which size and colour are chosen
 _CHUNK = 128
 _PREFIX = re.compile(r"^(bilevel-\w+|recipes[.\w]*): ")
 
@@ -43,13 +43,13 @@ class Files:
 
     @property
     def cells(self) -> list[Path]:
-        """Where each picture is."""
+        """The path of each picture."""
         return [self.home / name for name in self.names]
 
 
 @dataclass(frozen=True)
 class Look:
-    """The size in pixels that pictures are brought to, and whether in colour."""
+    """The size in pixels to which pictures are resized, and whether they are in colour."""
 
     height: int
     width: int
@@ -102,7 +102,7 @@ def labelled(path: Path, root: Path | None = None) -> Files:
 
 
 def unlabelled(path: Path) -> Files:
-    """Find the pictures of a folder, at any depth; or take the one picture that is given."""
+    """Find the pictures of a folder, at any depth, or take the picture that is given."""
     home = Path(os.path.abspath(path))
     if home.is_file():
         return Files(home.parent, [home.name], [""], [], [])
@@ -141,7 +141,7 @@ def read(files: Files, each: Callable[[list[Picture]], NDArray[Any]], quiet: boo
 
 
 def chosen(files: Files, rows: Sequence[int], skipped: list[tuple[str, str]]) -> Files:
-    """Return these files, and what is skipped beside them."""
+    """Return these files, with the skipped ones."""
     names, labels = ([part[i] for i in rows] for part in (files.names, files.labels))
     return Files(files.home, names, labels, skipped, files.warnings)
 
