@@ -1,4 +1,4 @@
-"""`python -m bilevel_recipes.few_shot.cost`: what one meta-batch costs, beside the encoder alone and a loop over tasks.
+"""`python -m bilevel_recipes.few_shot.cost`: the cost of a meta-batch, of the encoder alone, and of a loop over tasks.
 
 All ways do the same batch in turn, again and again, so that a slow moment of the machine hits them alike. Times are
 medians of CPU seconds. Encoder passes are the median ratio to a forward and backward pass of the encoder alone, which
@@ -39,42 +39,42 @@ FLOOR = "encoder alone, forward and backward"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """The settings of the measurement."""
 
     dataset: Annotated[str, value(str, "|".join(SOURCES), list(SOURCES))] = "omniglot"
-    """Where classes and images are from."""
+    """Data set with the classes and images."""
     data_root: str = "data"
-    """Where the files are."""
+    """Folder of the files."""
     model: Annotated[str, value(str, "|".join(ENCODERS), list(ENCODERS))] = "conv4"
-    """The encoder."""
+    """Encoder to run."""
     solvers: Annotated[tuple[str, ...], names(["gd", "bigsam"])] = ("gd", "bigsam")
-    """Inner solvers, a table for each."""
+    """Inner solvers. Each has a table."""
     tasks: Count = 16
-    """Tasks in the meta-batch."""
+    """Number of tasks in the meta-batch."""
     ways: Count = 5
-    """Classes in a task."""
+    """Number of classes in a task."""
     shots: Count = 1
-    """Images of each class to learn from."""
+    """Number of support images of each class, from which a task is learnt."""
     queries: Count = 10
-    """Images of each class to be judged by."""
+    """Number of query images of each class, on which a task is tested."""
     steps: Count = 5
-    """Inner steps K."""
+    """Number of inner steps K."""
     repeats: Count = 15
-    """Times that each way is measured."""
+    """Number of measurements of each way."""
     threads: Whole = 0
-    """Torch threads; 0: torch's default."""
+    """Number of torch threads; 0: torch's default."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
-    """A folder for results.json, from which the results page is made; without this flag, nothing is written."""
+    """Folder for results.json, from which the results page is made; without this flag, nothing is written."""
 
 
 def plain(encoder: nn.Module, batch: Batch, chunk: int) -> None:
-    """One forward and backward pass of the encoder over all images of the batch: the floor."""
+    """Run one forward and backward pass of the encoder over all images of the batch, which is the lowest cost."""
     x = torch.cat([batch[0][0], batch[1][0]], 1).flatten(0, 1)
     encode(encoder, x.split(chunk)).square().mean().backward()
 
 
 def together(encoder: nn.Module, batch: Batch, chunk: int, ways: int, steps: int, rule: Rule) -> None:
-    """The recipe's outer step: features once, all heads at once, one trip back."""
+    """Run the outer step of the recipe: features once, all heads at once, and one backward pass."""
     (x, y), (x_query, y_query) = batch
     f, f_query = sphere(*encode_task(encoder, x, x_query, chunk=chunk))
     query = f_query, y_query
@@ -82,7 +82,7 @@ def together(encoder: nn.Module, batch: Batch, chunk: int, ways: int, steps: int
 
 
 def one_by_one(encoder: nn.Module, batch: Batch, ways: int, steps: int, rule: Rule) -> None:
-    """The usual loop: for each task its features, K differentiable steps by plain autograd, and back."""
+    """Run the usual loop: for each task its features, K differentiable steps by plain autograd, and a backward pass."""
     for x, y, x_query, y_query in zip(*batch[0], *batch[1], strict=True):
         f, f_query = (part[0] for part in sphere(encoder(x)[None], encoder(x_query)[None]))
         head = zero_head(f.shape[-1], ways)
@@ -97,7 +97,7 @@ def one_by_one(encoder: nn.Module, batch: Batch, ways: int, steps: int, rule: Ru
 
 
 def by_higher(encoder: nn.Module, batch: Batch, ways: int, steps: int, rate: float) -> None:
-    """The same loop with `higher`, as its examples have it (gd only: it knows one loss)."""
+    """Run the same loop with `higher`, as in its examples. It has one inner loss, so this is for gd only."""
     import higher
 
     for x, y, x_query, y_query in zip(*batch[0], *batch[1], strict=True):
@@ -111,7 +111,7 @@ def by_higher(encoder: nn.Module, batch: Batch, ways: int, steps: int, rate: flo
 
 
 def seconds(function: Callable[[], None], encoder: nn.Module) -> float:
-    """CPU seconds of all threads: other programs on the machine do not count."""
+    """Return the CPU seconds of all threads, which other programs on the machine do not change."""
     encoder.zero_grad()
     begin = time.process_time()
     function()
@@ -125,7 +125,7 @@ def gradient(function: Callable[[], None], encoder: nn.Module) -> Tensor:
 
 
 def fastest_chunk(encoder: nn.Module, batch: Batch, sizes: Sequence[int], repeats: int) -> dict[int, float]:
-    """Median seconds of the plain pass for each chunk size, measured in turn."""
+    """Return the median seconds of the plain pass for each chunk size, measured in turn."""
     found: dict[int, list[float]] = {size: [] for size in sizes}
     for _ in range(repeats + 1):
         for size in sizes:
@@ -134,7 +134,7 @@ def fastest_chunk(encoder: nn.Module, batch: Batch, sizes: Sequence[int], repeat
 
 
 def measure(s: Settings) -> list[tables.Block]:
-    """The encoder alone by chunks, then for each solver the meta-batch by each way."""
+    """Measure the encoder alone by chunks, then for each solver the meta-batch by each way."""
     images = Images(load(s.dataset, s.data_root).part("train"))
     batch = next(Episodes(images, s.tasks, s.ways, s.shots, s.queries))
     encoder = build_encoder(s.model, images.shape, 0)
@@ -153,7 +153,7 @@ def measure(s: Settings) -> list[tables.Block]:
 
 
 def side_by_side(s: Settings, encoder: nn.Module, batch: Batch, chunk: int, solver: str) -> list[list[str]]:
-    """A line for each way to do the meta-batch."""
+    """Return a line for each way to do the meta-batch."""
     rule = bilevel.GD(RATE) if solver == "gd" else bilevel.BiGSAM(RATE)
 
     def recipe() -> None:
