@@ -1,4 +1,4 @@
-"""A trained encoder as two files: encoder.safetensors, its weights, and encoder.json, all that rebuilds it."""
+"""A trained encoder as two files: its weights in encoder.safetensors, and all else in encoder.json."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .heads import Head
 from .train import prepare
 
 WEIGHTS, ABOUT = "encoder.safetensors", "encoder.json"
-FORMAT = 1  # of encoder.json; another number is not read
+FORMAT = 1  # the format of encoder.json; a file with another number is refused
 Read = str | Path | Image.Image | NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What rebuilds an encoder apart from its weights.
+    """All that an encoder is rebuilt from, besides its weights.
 
     architecture: a name of `models.ENCODERS`, torchvision:NAME or timm:NAME. height, width: of its images, in pixels.
     channels: 1 or 3. mean, deviation: of each channel, for values from 0 to 255.
@@ -47,7 +47,7 @@ class Spec:
 
 
 class Encoder(nn.Module):
-    """Pictures to features: `encoder(encoder.prepare(pictures))`."""
+    """An encoder of pictures: `encoder(encoder.prepare(pictures))` are their features."""
 
     def __init__(self, body: nn.Module, spec: Spec) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _read_spec(file: Path) -> tuple[Spec, str]:
 
 
 def _check(spec: Spec) -> None:
-    """Refuse values that would give wrong features in silence, or use up the memory."""
+    """Refuse values that would silently give wrong features, or use up the memory."""
     prepare(spec.head.features)
     sizes = (spec.height, spec.width, spec.channels)
     if not all(isinstance(n, int) and 1 <= n <= 4096 for n in sizes) or spec.channels not in (1, 3):
