@@ -32,12 +32,12 @@ class Images:
         self.shape, self.turns, self.device = tuple(x.shape[1:]), turns, torch.device(device)
         self._x = x.flatten(2).to(device)
         counts = torch.bincount(y)
-        self._fewest, self._most = int(counts.min()), int(counts.max())  # read once: a GPU's would be waited for
+        self._fewest, self._most = int(counts.min()), int(counts.max())  # read once, since a GPU makes the host wait
         self._counts = counts.to(device)
         self._starts = self._counts.cumsum(0) - self._counts
         pixels = torch.arange(x.shape[-1] * x.shape[-2]).reshape(x.shape[-2:])
         self._turned = torch.stack([pixels.rot90(r, (0, 1)).flatten() for r in range(turns)]).to(device)
-        # one mean and one deviation for each colour, of the training classes: handed on to the test classes
+        # one mean and one deviation for each colour, those of the training classes, also for the test classes
         wide = x.double()
         self.scale = scale or (wide.mean((0, 2, 3)).float(), wide.std((0, 2, 3)).float().clamp_min(1e-6))
         self._mean, self._std = (v.to(device)[:, None] for v in self.scale)
@@ -52,23 +52,23 @@ class Images:
 
     @property
     def fewest(self) -> int:
-        """Images of the smallest class."""
+        """The number of images of the smallest class."""
         return self._fewest
 
     def digest(self) -> bytes:
-        """A checksum of all images as they are, and of the number in each class."""
+        """Return a checksum of all images and of the number in each class."""
         counts = repr(self._counts.tolist()).encode()
         return hashlib.sha256(counts + self._x.cpu().contiguous().numpy().tobytes()).digest()
 
     def __getitem__(self, items: Tensor) -> Tensor:
-        """The images of these items, normalised: (*items.shape, channels, height, width)."""
+        """Return the normalised images of these items: (*items.shape, channels, height, width)."""
         flat = items.flatten()
         turn, row = flat // len(self._x), flat % len(self._x)
         pixels = self._x[row].gather(2, self._turned[turn][:, None].expand(-1, self.shape[0], -1))
         return ((pixels - self._mean) / self._std).reshape(*items.shape, *self.shape)
 
     def draw(self, tasks: int, ways: int, samples: int, generator: torch.Generator) -> Tensor:
-        """Items of random tasks, (tasks, samples, ways): in a task no class and no image comes twice."""
+        """Return items of random tasks, (tasks, samples, ways). No class and no image occurs twice in a task."""
         if ways > self.classes or samples > self._fewest:
             raise ValueError(
                 f"recipes.few_shot: {ways} ways with {samples} images of each class were asked for; there are "
@@ -120,7 +120,7 @@ class Episodes:
         return (support, self.labels(self.shots)), (query, self.labels(self.queries))
 
     def labels(self, samples: int) -> Tensor:
-        """0, 1, …, ways − 1 for each of the samples, in each task."""
+        """Return 0, 1, …, ways − 1 for each of the samples, in each task."""
         return torch.arange(self.ways, device=self.images.device).repeat(samples).expand(self.tasks, -1)
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Episodes:
 
 
 def next_batch(source: Iterator[Batch], done: int, wanted: int) -> Batch:
-    """The next batch of tasks, of which `done` were used and `wanted` are needed."""
+    """Return the next batch of tasks. `done` tasks were used, and `wanted` are needed."""
     try:
         return next(source)
     except StopIteration:
@@ -142,7 +142,7 @@ def next_batch(source: Iterator[Batch], done: int, wanted: int) -> Batch:
 
 
 def collect_tasks(sample: Callable[[], Pair], *, tasks: int, ways: int, shots: int) -> Iterator[Batch]:
-    """Batches from a source that hands out one task at a time: `collect_tasks(taskset.sample, ...)`.
+    """Yield batches from a source that returns one task at a time: `collect_tasks(taskset.sample, ...)`.
 
     There are batches as long as there are tasks for whole ones: without end, unless `sample` raises StopIteration.
 
