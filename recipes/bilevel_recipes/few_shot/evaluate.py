@@ -17,12 +17,12 @@ from bilevel_plugin.solvers import Rate
 from .episodes import Batch, Images
 from .train import chunk_size, encode, encode_task, loss, prepare, zero_head
 
-AT_ONCE = 200  # tasks whose heads are adapted together
+AT_ONCE = 200  # the number of tasks whose heads are adapted together
 
 
 @dataclass(frozen=True)
 class Score:
-    """Mean accuracy over tasks, and half the width of its 95 % interval: 1.96·deviation/√tasks."""
+    """The mean accuracy over tasks, and half the width of its 95 % interval: 1.96·deviation/√tasks."""
 
     mean: float
     interval: float
@@ -77,7 +77,7 @@ def evaluate(
     chunk: int = 220,
     seed: int = 0,
 ) -> dict[str, Score]:
-    """Accuracy on the queries of random tasks: heads adapted on their support sets, and the nearest class mean.
+    """Return the accuracy on the queries of random tasks, of heads adapted on the support sets and of class means.
 
     "k" for each k in steps: after k steps of rate lr (a number, or a function of the step) on the support set alone.
     "nearest mean": the class whose mean feature on the support set is nearest. "leaky", if its number of steps is not
@@ -115,10 +115,10 @@ def evaluate_tasks(
 ) -> dict[str, Score]:
     """`evaluate` on tasks from anywhere: batches as `meta_train` takes them, until there were `episodes` tasks.
 
-    It encodes the images of each task anew, where `evaluate` encodes each image of the set once.
+    It encodes the images of each task again, while `evaluate` encodes each image of the set once.
     """
     training = encoder.training
-    judged = copy.deepcopy(encoder).train() if batchnorm == "task" else encoder.eval()  # its statistics will move
+    judged = copy.deepcopy(encoder).train() if batchnorm == "task" else encoder.eval()  # its statistics will change
     found, done = dict[str, list[Tensor]](), 0
     for (x, y), (x_query, y_query) in batches:
         with torch.no_grad():
@@ -142,11 +142,11 @@ def evaluate_tasks(
 
 @torch.no_grad()
 def encoded(encoder: nn.Module, images: Images, items: Tensor, batchnorm: str, chunk: int) -> Tensor:
-    """Features of items (tasks, samples, ways), each image encoded once where no other one has a say in it."""
+    """Return features of items (tasks, samples, ways). An image is encoded once if no other image affects it."""
     task = items[0].numel()
     size = chunk_size(batchnorm, chunk, task)
     training = encoder.training
-    if batchnorm == "task":  # a copy: its running statistics will move
+    if batchnorm == "task":  # a copy, since its running statistics will change
         encoder, once, place = copy.deepcopy(encoder).train(), items.flatten(), None
     else:
         once, place = items.unique(return_inverse=True)
@@ -159,7 +159,7 @@ def encoded(encoder: nn.Module, images: Images, items: Tensor, batchnorm: str, c
 def adapted(
     support: Tensor, y: Tensor, query: Tensor, y_query: Tensor, ways: int, rule: Any, steps: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Which queries are right after each of these numbers of steps; steps on g, if there are any, see the queries."""
+    """Return which queries are right after each of these numbers of steps. Steps on g, if any, use the queries."""
     right: dict[str, Tensor] = {}
     head = zero_head(support.shape[-1], ways).to(support)
     block = bilevel.inner(head, loss, loss, solver=rule, tasks=len(support), engine=bilevel.Reverse(truncate=1))
@@ -173,11 +173,11 @@ def adapted(
 
 
 def leaks(support: Tensor, y: Tensor, query: Tensor, y_query: Tensor, ways: int, lr: Rate, steps: int) -> Tensor:
-    """The same with the paper's schedule, whose steps on g see the labels that are asked for."""
+    """Return the same with the paper's schedule, whose steps on g use the labels of the queries."""
     rule = bilevel.BiGSAM(lr, lr, bilevel.power(0.25))
     return adapted(support, y, query, y_query, ways, rule, [steps])[str(steps)]
 
 
 def nearest_mean(means: Tensor, query: Tensor) -> Tensor:
-    """The class of the nearest mean: (tasks, ways, d), (tasks, n, d) -> (tasks, n)."""
+    """Return the class of the nearest mean: (tasks, ways, d), (tasks, n, d) -> (tasks, n)."""
     return torch.cdist(query, means).argmin(-1)
