@@ -16,12 +16,12 @@ from .episodes import Batch
 from .train import adapt_and_pull, prepare, zero_head
 
 _NUMBERS = 50_000_000  # in the features of the tasks that are adapted together when pictures are left out in turn
-_LEFT_OUT = 500  # pictures that are left out in turn, at most
+_LEFT_OUT = 500  # the largest number of pictures that are left out in turn
 
 
 @dataclass(frozen=True)
 class Head:
-    """How a linear head is fitted: gradient steps from zero on the cross-entropy + ½·decay·‖W‖².
+    """The way to fit a linear head: gradient steps from zero on the cross-entropy + ½·decay·‖W‖².
 
     The cross-entropy is the mean over the classes, so that a class with more pictures does not weigh more.
 
@@ -47,7 +47,7 @@ DEFAULT = Head([0.4] * 50, 5, 0.1)
 def probabilities(f: Tensor, y: Tensor, f_query: Tensor, ways: int, head: Head) -> Tensor:
     """Return the probability of each class for the queries of each task: (tasks, n, d), … -> (tasks, m, ways).
 
-    The head sees the support set alone (α = 1): what it says of a query does not depend on the other queries.
+    The head is fitted to the support set alone (α = 1), so its answer for a query does not depend on other queries.
     """
     f, f_query = prepare(head.features)(f, f_query)
 
@@ -70,7 +70,7 @@ def probabilities(f: Tensor, y: Tensor, f_query: Tensor, ways: int, head: Head) 
 def leave_one_out(f: Tensor, y: Tensor, ways: int, head: Head) -> tuple[int, int]:
     """Return how many pictures are recognised by a head fitted to all others, and how many were tried.
 
-    Pictures that are the only one of their class are not tried. Of more than 500, 500 that are evenly spaced are.
+    A picture that is the only one of its class is not tried. Of more than 500 pictures, 500 evenly spaced ones are.
     """
     several = torch.bincount(y, minlength=ways)[y] > 1
     tried = several.nonzero().flatten()
