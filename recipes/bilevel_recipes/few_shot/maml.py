@@ -54,7 +54,7 @@ class Learner(nn.Module):
 
     @contextmanager
     def block(self, rule: Any, engine: Any, first_order: bool = False) -> Generator[bilevel.Loop]:
-        """The block of one task. Steps beyond those that have rates take the rates of the last one.
+        """Open the block of one task. Steps after those with rates take the rates of the last one.
 
         engine: one that runs no step again, which would be with the rates of another. first_order: the direction of
         each step is a constant, so that no second derivative is taken.
@@ -72,7 +72,7 @@ class Learner(nn.Module):
 
 
 def along(step: int, steps: int, until: int) -> list[float]:
-    """c_1, …, c_K in an outer step: all equal at first, and from the outer step `until` on the last is 1."""
+    """Return c_1, …, c_K in an outer step: all equal at first, and from outer step `until` on only the last, as 1."""
     rest = max(0.0, 1 - step / until) / steps if until else 0.0
     return [rest] * (steps - 1) + [1 - (steps - 1) * rest]
 
@@ -136,7 +136,7 @@ def evaluate_all(
     episodes: int = 600,
     seed: int = 0,
 ) -> dict[str, Score]:
-    """Accuracy on the queries of random tasks after "k" steps on the support set alone, for each k in steps.
+    """Return the accuracy on the queries of random tasks after "k" steps on the support set, for each k in steps.
 
     The tasks are those of `evaluate` with the same seed.
     """
@@ -151,7 +151,7 @@ def evaluate_all(
 
 
 def _adapted(learner: Learner, support: Pair, x_query: Tensor, steps: Sequence[int]) -> dict[str, Tensor]:
-    """The class of each query after each of these numbers of steps."""
+    """Return the class of each query after each of these numbers of steps."""
     found: dict[str, Tensor] = {}
     with learner.block("gd", bilevel.Reverse(truncate=1)) as loop:  # no derivative is taken
         for k in range(1, max(steps) + 1):
