@@ -27,29 +27,29 @@ from .page import write_page
 from .photos import File, Folder, Switch, Whole, load_backbone, require_two
 
 TABLE, PAGE = "predictions.csv", "predictions.html"
-_PATCH_SIZE = 64  # pixels of a side at most: what patches learn from larger pictures is the same, for more work
-_LINES = 30  # of the table on the terminal
+_PATCH_SIZE = 64  # the largest side in pixels; patches learn the same from larger pictures, with more work
+_LINES = 30  # the largest number of lines of the table on the terminal
 
 
 @dataclass(frozen=True)
 class Command:
     encoder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER")]
-    """The folder of a run of bilevel-fewshot PHOTOS; torchvision:NAME or timm:NAME; or patches, features that are
-    learnt from the pictures at hand."""
+    """The folder of a run of bilevel-fewshot PHOTOS; torchvision:NAME or timm:NAME; or patches, which are features
+    learnt from these pictures."""
     support: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SUPPORT")]
     """A folder with one folder for each new class, a few pictures in each; or a .csv file with file and label."""
     query: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
     """A folder of pictures to recognise, at any depth; or one picture."""
     weights: File = None
-    """Weights of a torchvision or timm model; without this flag, those in its library's cache."""
+    """File with the weights of a torchvision or timm model; without this flag, those in its library's cache."""
     out: Folder = None
     """Folder for the results; without this flag, runs/predict_NAME with the name of QUERY."""
     overwrite: Switch = False
     """Replace the predictions in --out."""
     seed: Whole = 0
-    """Random seed of the filters that patches are made of."""
+    """Random seed of the filters of patches."""
     threads: Whole = 0
-    """Torch threads; 0: torch's default."""
+    """Number of torch threads; 0: torch's default."""
     quiet: Switch = False
     """Show no progress."""
 
@@ -70,7 +70,7 @@ class Extractor:
 
 @dataclass(frozen=True)
 class Predictions:
-    """What was said of each query, and how far it can be trusted.
+    """The predictions, and how far they can be trusted.
 
     p: queries × classes. right, tried: of support pictures, each recognised by a head fitted to all others.
     pictures: of support and query, as they are shown.
@@ -87,11 +87,11 @@ class Predictions:
 
     @property
     def order(self) -> NDArray[np.int64]:
-        """The classes of each query, the most probable first."""
+        """Return the classes of each query, the most probable first."""
         return np.argsort(-self.p, axis=1, kind="stable")
 
     def sentence(self) -> str:
-        """How well the classes can be told apart, by the support set alone."""
+        """Return a sentence on how well the support set tells the classes apart."""
         if not self.tried:
             return "Each class has one picture, so that nothing is known about the accuracy; add a second one to each."
         few = "" if self.tried >= 50 else f" This is an estimate from {self.tried} pictures."
@@ -102,7 +102,7 @@ class Predictions:
 
 
 def run(command: Command, argv: Sequence[str]) -> str:
-    """Fit a head to the support set, write what it says of the queries, and return what is printed at the end."""
+    """Fit a head to the support set, write its predictions for the queries, and return what is printed at the end."""
     begin, c = time.perf_counter(), command
     runs.set_up("cpu", c.threads)
     folder = c.out or Path("runs") / f"predict_{c.query.resolve().stem}"
@@ -146,7 +146,7 @@ def predict(c: Command) -> Predictions:
 
 
 def _both(extractor: Extractor, pictures: list[Picture], page: list[Shown]) -> NDArray[Any]:
-    """Keep what the page shows of the pictures, and return what the features are made of."""
+    """Add the pictures to the page, and return their raw features."""
     page += map(as_shown, pictures)
     return extractor.each(pictures)
 
@@ -161,7 +161,7 @@ def _require_finite(f: Tensor, files: Files) -> None:
 
 
 def _extractor(c: Command, support: Files) -> Extractor:
-    """Return the encoder that was named: a run, a model with weights from disk, or patches."""
+    """Return the encoder with this name: a run, a model with weights from disk, or patches."""
     run = Path(c.encoder)
     if c.weights is not None and ":" not in c.encoder:
         raise ValueError(
@@ -199,7 +199,7 @@ def _patches(seed: int, support: Files) -> Extractor:
 
 
 def _rows(found: Predictions) -> list[list[Any]]:
-    """file, class, probability, second class, its probability; in the order of the files."""
+    """Return file, class, probability, second class and its probability, in the order of the files."""
     return [
         [name, *(cell for k in order[:2] for cell in (found.classes[k], f"{p[k]:.4f}"))]
         for name, order, p in zip(found.query.names, found.order, found.p, strict=True)
