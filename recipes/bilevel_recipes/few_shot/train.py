@@ -32,7 +32,7 @@ from .episodes import Batch, Pair, next_batch
 
 Rule = Any  # a solver of bilevel_plugin
 CONVERGENT, PAPER = bilevel.convergent(), bilevel.power(0.25)  # of α
-LENGTH = 5.0  # of features on the sphere: with it t = 0.4 suits 5 ways, and 4.8 suits 60
+LENGTH = 5.0  # the length of features on the sphere, for which t = 0.4 suits 5 ways, and 4.8 suits 60
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,10 @@ class Method:
 
 
 def annealed(step: int, schedule: Callable[[int], float] = CONVERGENT, until: int = 75) -> Callable[[int], float]:
-    """α_k = 1 − (1 − schedule(k))·(1 − step/until): the schedule at first, plain descent from outer step `until` on.
+    """Return α_k = 1 − (1 − schedule(k))·(1 − step/until): the schedule first, plain descent from step `until` on.
 
-    Steps on g help an encoder that knows nothing yet, and cost one that does: a number of steps, not a share of them.
+    Steps on g help an encoder that has learnt little, and harm one that has learnt much. So `until` is a number of
+    steps, not a share of them.
     """
     weight = max(0.0, 1 - step / until)
     return lambda k: 1 - weight * (1 - schedule(k))
@@ -72,7 +73,7 @@ SOLVERS: dict[str, Method] = {
 
 @dataclass(frozen=True)
 class Moment:
-    """Where meta-training stands after an outer step. state(): all it takes to go on from here."""
+    """The progress of meta-training after an outer step. state() returns all that is needed to continue."""
 
     step: int
     seconds: float
@@ -170,7 +171,7 @@ def descend(
     state: dict[str, Any] | None,
     on_step: Callable[[Moment], None] | None,
 ) -> Result:
-    """One Adam step for each batch of tasks; outer_step(batch, step) adds the gradient into the module's .grad."""
+    """Take one Adam step for each batch of tasks. outer_step(batch, step) adds the gradient to the module's .grad."""
     adam = torch.optim.Adam([p for p in module.parameters() if p.requires_grad], eta)
     history, done, spent, cpu = list[dict[str, Any]](), 0, 0.0, 0.0
     if state is not None:
@@ -206,7 +207,7 @@ def descend(
 
 
 def _as_one(encoder: nn.Module, group: Any) -> None:
-    """The gradient of all tasks, whose losses are summed, from DDP's mean; and one set of BatchNorm's statistics."""
+    """Turn DDP's mean gradient into that of the summed losses, and give all ranks the same BatchNorm statistics."""
     with torch.no_grad():
         for p in encoder.parameters():
             if p.grad is not None:
@@ -218,7 +219,7 @@ def _as_one(encoder: nn.Module, group: Any) -> None:
 
 
 def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: int, rule: Rule, engine: Any) -> None:
-    """Adapt the heads of all tasks, and add the hypergradient into the .grad of what the features came from."""
+    """Adapt the heads of all tasks, and add the hypergradient to the .grad of what the features were computed from."""
     f, y = support
     with f.device:  # made there: a copy to a GPU would wait until the features are done
         head = zero_head(f.shape[-1], ways).to(f)
@@ -228,12 +229,12 @@ def adapt_and_pull(support: Pair, seen: Pair, judged: Pair, ways: int, steps: in
 
 
 def loss(head: nn.Module, f: Tensor, y: Tensor) -> Tensor:
-    """h, on the features of a support set, and g, on those of a query set."""
+    """The loss h on the features of a support set, and g on those of a query set."""
     return F.cross_entropy(head(f), y)
 
 
 def zero_head(features: int, ways: int) -> nn.Module:
-    """A linear layer that prefers no class: the first step on h is along the class means of the support set."""
+    """Return a linear layer of zeros. Its first step on h is along the class means of the support set."""
     head = nn.Linear(features, ways)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -241,7 +242,7 @@ def zero_head(features: int, ways: int) -> nn.Module:
 
 
 def halves(f: Tensor, y: Tensor) -> tuple[Pair, Pair]:
-    """Two halves of the queries, each with about half of every class, whatever their order."""
+    """Return two halves of the queries, each with about half of each class, in any order of the queries."""
     order = y.argsort(dim=1, stable=True)
     parts = [order[:, begin::2] for begin in (0, 1)]
     first, second = ((f.gather(1, i[..., None].expand(-1, -1, f.shape[-1])), y.gather(1, i)) for i in parts)
@@ -249,7 +250,7 @@ def halves(f: Tensor, y: Tensor) -> tuple[Pair, Pair]:
 
 
 def centre(f: Tensor, f_query: Tensor) -> tuple[Tensor, Tensor]:
-    """Features less their mean over the support set of the task.
+    """Subtract from features their mean over the support set of the task.
 
     Behind a ReLU all features share a large mean. The curvature of h along it is far above that between the classes,
     and it alone would say how large t can be.
@@ -259,7 +260,7 @@ def centre(f: Tensor, f_query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sphere(f: Tensor, f_query: Tensor) -> tuple[Tensor, Tensor]:
-    """Features less their mean, each scaled to the same length.
+    """Subtract from features their mean, and scale each to the same length.
 
     A head's first step from zero goes along the class means, so that its scores are then cosines: no image, and no
     class, weighs more than another, and one rate t suits encoders of any width at any stage of training.
@@ -284,7 +285,7 @@ def prepare(features: str) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def encode_task(
     encoder: nn.Module, x: Tensor, x_query: Tensor, batchnorm: str = "running", chunk: int = 220
 ) -> tuple[Tensor, Tensor]:
-    """Features (tasks, n, d) of the support and query images of all tasks, with their graph."""
+    """Return features (tasks, n, d) of the support and query images of all tasks, with their graph."""
     both = torch.cat([x, x_query], 1)
     f = encode(encoder, both.flatten(0, 1).split(chunk_size(batchnorm, chunk, both.shape[1])))
     f = f.reshape(*both.shape[:2], -1)
@@ -292,7 +293,7 @@ def encode_task(
 
 
 def encode(encoder: nn.Module, chunks: Iterable[Tensor]) -> Tensor:
-    """Features of many images, chunk by chunk.
+    """Return the features of many images, computed in chunks.
 
     On a CPU the buffers of a large batch cost more in page faults than in arithmetic, so that chunks are faster. They
     are also what BatchNorm sees. batchnorm="running": statistics of a chunk in training, the running ones at test time,
@@ -304,7 +305,7 @@ def encode(encoder: nn.Module, chunks: Iterable[Tensor]) -> Tensor:
 
 
 def chunk_size(batchnorm: str, chunk: int, task: int) -> int:
-    """Images in one pass of the encoder; task: images in a task."""
+    """Return the number of images in one pass of the encoder. task: the number of images in a task."""
     if batchnorm not in ("running", "task"):
         raise ValueError(f"recipes.few_shot: batchnorm is 'running' or 'task'; got {batchnorm!r}")
     return task if batchnorm == "task" else chunk
