@@ -1,4 +1,4 @@
-"""What a study leaves behind: results.json, curves.csv, table.md, plots, report.html, and the table on screen."""
+"""The results of a study: results.json, curves.csv, table.md, plots, report.html, and the table on screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F1 = "F1 of the clean class"
 
 
 def write(s: Settings, records: list[Record], folder: Path, command: str) -> tuple[str, Path]:
-    """Write everything into the folder; returns the table in plain text and the path of the report."""
+    """Write all results to the folder. Return the table in plain text, and the path of the report."""
     found = {d: source(d, s.data_root, s.download) for d in s.dataset}
     rows, titles = summary(records), {d: images.name for d, images in found.items()}
     notes = {d: images.note for d, images in found.items() if images.note}
@@ -44,7 +44,7 @@ def cell_of(row: Record) -> tuple[Any, ...]:
 
 
 def blocks(rows: list[Record], titles: dict[str, str]) -> list[tables.Block]:
-    """One table for each cell, in the order of the study."""
+    """Return a table for each cell, in the order of the study."""
     cells: dict[tuple[Any, ...], list[list[str]]] = {}
     for r in rows:
         scores = [tables.spread(r, key) for key in ("f1_clean", "f1_corrupted", "test_accuracy")]
@@ -55,7 +55,7 @@ def blocks(rows: list[Record], titles: dict[str, str]) -> list[tables.Block]:
 
 
 def _paper(row: Record) -> str:
-    """The paper's figure for this row, if it has one: its improved model is bigsam, its basic one gd."""
+    """Return the paper's figure for this row, if it has one. Its improved model is bigsam, its basic one gd."""
     found, place = paper(row["dataset"], row["rho"]), {"bigsam": 0, "gd": 1}.get(row["method"])
     return "" if found is None or place is None else f"{found[place]:.3f}"
 
@@ -78,7 +78,7 @@ def _curves_csv(records: list[Record]) -> str:
 def draw(
     s: Settings, records: list[Record], rows: list[Record], titles: dict[str, str], folder: Path
 ) -> dict[str, Path]:
-    """The plots that this study has the data for."""
+    """Draw the plots for which this study has data."""
     figures: dict[str, Path] = {}
     learnt = next((job for job in jobs(s) if job.steps), None)
     if learnt is not None:
@@ -94,7 +94,7 @@ def curve_figure(
     records: list[Record], rows: list[Record], title: Callable[[tuple[Any, ...]], str], axis: str, label: str,
     log: bool = False,
 ) -> Any:  # fmt: skip
-    """F1 against outer steps or seconds, a panel for each cell, with validation-only and the paper as levels."""
+    """Draw F1 against outer steps or seconds, a panel for each cell, with validation-only and the paper as levels."""
     records = [r for r in records if r["history"]]
     cells = list(dict.fromkeys(map(cell_of, records)))
     figure, axes = plots.panels([title(cell) for cell in cells])
@@ -115,7 +115,7 @@ def curve_figure(
 
 
 def _histogram(s: Settings, job: Job, folder: Path) -> Path:
-    """λ of the clean and of the corrupted samples of one run."""
+    """Draw λ of the clean and of the corrupted samples of one run."""
     state = runs.load(folder / "runs" / job.file)
     if state is None or "record" not in state:
         raise FileNotFoundError(f"recipes: {folder / 'runs' / job.file} is missing; run again with --resume")
