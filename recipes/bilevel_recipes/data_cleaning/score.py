@@ -1,4 +1,4 @@
-"""How good a verdict is, and what the paper printed."""
+"""The quality of a verdict, and the figures that the paper printed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _ROWS = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "qmnist": "QMNIST",
 
 
 def paper(dataset: str, rho: float) -> tuple[float, float] | None:
-    """The paper's F1 of the improved and of the basic model, or None for a cell that it does not have."""
+    """Return the paper's F1 of the improved and of the basic model, or None for a cell that it does not have."""
     return PAPER.get(_ROWS.get(dataset, ""), {}).get(rho)
 
 
 def f1(called: Any, real: Any) -> float:
-    """2·|called ∩ real| / (|called| + |real|); 0 where both are empty."""
+    """Return 2·|called ∩ real| / (|called| + |real|), or 0 if both are empty."""
     called, real = np.asarray(called, bool), np.asarray(real, bool)
     total = called.sum() + real.sum()
     return float(2 * (called & real).sum() / total) if total else 0.0
 
 
 def verdict(kept: Any, clean: Any) -> dict[str, float]:
-    """F1 of both classes, precision and recall of the list of suspects.
+    """Return F1 of both classes, and precision and recall of the list of suspects.
 
     The paper's F1 is that of the clean class: keeping what is clean is the positive prediction.
     """
