@@ -40,7 +40,7 @@ class Flags:
     runs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders that python -m bilevel_recipes.data_cleaning has written (its --out)."""
     out: Path = Path("docs/results")
-    """The folder for data_cleaning_table1.md and data_cleaning_figure1.png to …figure3.png."""
+    """Folder for data_cleaning_table1.md and data_cleaning_figure1.png to …figure3.png."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,13 +67,13 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def figure_of(study: dict[str, Any]) -> int:
-    """The figure of the paper that a study is for; 0 is the table."""
+    """Return the number of the paper's figure that a study is for, or 0 for the table."""
     s = study["settings"]
     return 2 if len(s["every"]) > 1 else 3 if len(s["steps"]) > 1 else 0 if s["baselines"] else 1
 
 
 def write(studies: list[dict[str, Any]], out: Path) -> None:
-    """Write the page and the figures that the studies have the data for."""
+    """Write the page, and the figures for which the studies have data."""
     out.mkdir(parents=True, exist_ok=True)
     records = {n: [r for s in studies if figure_of(s) == n for r in s["runs"]] for n in (0, *FIGURES)}
     if not records[0]:
@@ -87,7 +87,7 @@ def write(studies: list[dict[str, Any]], out: Path) -> None:
 
 
 def table(rows: list[Record], titles: dict[str, str]) -> list[list[str]]:
-    """A line for each data set and ρ: mean ± standard deviation, the best of the line in bold."""
+    """Return a line for each data set and ρ: mean ± standard deviation, with the best in bold."""
     cells: dict[tuple[Any, ...], dict[str, Record]] = {}
     for r in rows:
         cells.setdefault(cell_of(r), {})[r["method"]] = r
@@ -104,7 +104,7 @@ def table(rows: list[Record], titles: dict[str, str]) -> list[list[str]]:
 
 
 def _claim(figures: list[float | None]) -> str:
-    """Whether the paper's claim holds in this line, where all figures that it needs are there."""
+    """Return whether the paper's claim holds in this line, if all figures for it are there."""
     _, gd, bigsam, _, _, improved = figures
     if gd is None or bigsam is None or improved is None:
         return ""
@@ -124,7 +124,7 @@ def _figure(number: int, records: list[Record], titles: dict[str, str]) -> Any:
 def page(
     studies: list[dict[str, Any]], rows: list[Record], titles: dict[str, str], records: dict[int, list[Record]]
 ) -> str:
-    """The page in Markdown; all of its figures come from the runs."""
+    """Return the page in Markdown. All its figures come from the runs."""
     lines = table(rows, titles)
     first = next(s for s in studies if figure_of(s) == 0)
     commands = [_shown(s["command"]) for s in sorted(studies, key=figure_of)]
@@ -155,7 +155,7 @@ def _machine(v: dict[str, Any], studies: list[dict[str, Any]]) -> str:
 
 
 def _claims(rows: list[Record], lines: list[list[str]]) -> str:
-    """What the table says, counted."""
+    """Return a sentence that counts the results of the table."""
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
     for r in rows:
         cells.setdefault(cell_of(r), {})[r["method"]] = r["f1_clean"]
@@ -170,7 +170,7 @@ def _claims(rows: list[Record], lines: list[list[str]]) -> str:
 
 
 def _longer(records: list[Record], titles: dict[str, str]) -> str:
-    """Whether bigsam stays above gd when the outer steps go on, as the runs of Figure 1 do."""
+    """Return a sentence on whether bigsam stays above gd in the further outer steps of Figure 1."""
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
     for r in summary(records):
         cells.setdefault(cell_of(r), {})[r["method"]] = r["f1_clean"]
@@ -188,7 +188,7 @@ def _longer(records: list[Record], titles: dict[str, str]) -> str:
 
 
 def _shown(command: str) -> str:
-    """A command without the places of this machine."""
+    """Return a command without paths of this machine."""
     words = command.split()
     for flag, word in (("--data-root", "DATA"), ("--out", None)):
         if flag in words:
@@ -210,7 +210,7 @@ def _settings(settings: dict[str, Any], records: list[Record]) -> str:
 
 
 def _ends(records: list[Record], titles: dict[str, str]) -> list[str]:
-    """The last F1 of each curve: a line for each data set and ρ."""
+    """Return the last F1 of each curve, with a line for each data set and ρ."""
     cells: dict[tuple[str, float], list[str]] = {}
     for row in summary([r for r in records if r["history"]]):
         cells.setdefault((row["dataset"], row["rho"]), []).append(f"{row['label']} {row['f1_clean']:.3f}")
