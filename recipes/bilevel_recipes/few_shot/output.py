@@ -1,4 +1,4 @@
-"""What a study leaves behind: results.json, curves.csv, table.md, plots, report.html, and the table on screen."""
+"""The results of a study: results.json, curves.csv, table.md, plots, report.html, and the table on screen."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LEGEND = (
 
 
 def write(s: Settings, records: list[Record], folder: Path, command: str) -> tuple[str, Path]:
-    """Write everything into the folder; returns the table in plain text and the path of the report."""
+    """Write all results to the folder. Return the table in plain text, and the path of the report."""
     rows = summary(records)
     found = {d: sources.load(d, s.data_root, s.download) for d in s.dataset}
     titles = {d: source.name for d, source in found.items()}
@@ -45,7 +45,7 @@ def cell_title(cell: tuple[Any, ...], titles: dict[str, str]) -> str:
 
 
 def blocks(rows: list[Record], titles: dict[str, str]) -> list[tables.Block]:
-    """One table for each cell, in the order of the study."""
+    """Return a table for each cell, in the order of the study."""
     counts = sorted({int(name) for r in rows for name in r["scores"] if name.isdigit()})
     header = ["method", "accuracy", *(f"after {k}" for k in counts), "nearest mean", "with query labels", "seconds"]
     cells: dict[tuple[Any, ...], list[list[str]]] = {}
@@ -67,7 +67,7 @@ def _curves_csv(records: list[Record]) -> str:
 
 
 def curve_figure(records: list[Record], titles: dict[str, str], axis: str, label: str, path: Path) -> Path:
-    """Accuracy against outer steps or seconds, a panel for each cell: the paper's figures."""
+    """Draw accuracy against outer steps or seconds, with a panel for each cell, as in the paper's figures."""
     cells = list(dict.fromkeys(tuple(r[k] for k in CELL) for r in records))
     figure, axes = plots.panels([cell_title(c, titles) for c in cells])
     for ax, cell in zip(axes, cells, strict=True):
@@ -100,7 +100,7 @@ def _report(
 
 
 def _task(s: Settings) -> str:
-    """One test task of the first cell: its support set, then some queries."""
+    """Return one test task of the first cell: its support set, then some queries."""
     test = images(s.dataset[0], s.data_root, s.download, s.turns, s.device, s.test_on)
     draw = torch.Generator().manual_seed(1)
     items = test.draw(1, s.ways[0], s.shots[0] + s.queries, draw)[0, : s.shots[0] + 2]
