@@ -14,12 +14,12 @@ from .. import on_page, runs
 if TYPE_CHECKING:
     from .predict import Predictions
 
-_SHOWN = 8  # support pictures of each class
-_CLOSE = 0.2  # a picture is marked if its second class is less than this behind the first
+_SHOWN = 8  # the number of support pictures of each class that are shown
+_CLOSE = 0.2  # a picture is marked if the probability of its second class is less than this behind the first
 
 
 def write_page(path: Path, found: Predictions, title: str, command: str) -> list[Path]:
-    """Write the page, and return the paths that belong together: the page, and the pictures that do not fit into it.
+    """Write the page. Return its path, and those of the pictures that do not fit into it.
 
     Pictures that take more than about 15 MB are files in the folder NAME_files beside the page NAME.html.
     """
@@ -40,19 +40,19 @@ def write_page(path: Path, found: Predictions, title: str, command: str) -> list
         made=json.dumps(runs.versions(), indent=1),
         close=f"{100 * _CLOSE:.0f}",
     )
-    # a file name that is not UTF-8 reaches Python with characters that can't be written otherwise
+    # the name of a file may have characters that UTF-8 can't encode
     runs.write(path, page.encode("utf-8", "backslashreplace"))
     return [path, *files]
 
 
 def _support_rows(found: Predictions) -> list[int]:
-    """The first support pictures of each class."""
+    """Return the rows of the first support pictures of each class."""
     labels = found.support.labels
     return [i for name in found.classes for i in [i for i, label in enumerate(labels) if label == name][:_SHOWN]]
 
 
 def _groups(found: Predictions, support: dict[int, Any], query: list[Any]) -> list[dict[str, Any]]:
-    """For each class its support pictures and the queries that were given to it, the least certain first."""
+    """Return for each class its support pictures and the queries assigned to it, the least certain first."""
     order, top = found.order, found.p.max(1)
     groups: list[dict[str, Any]] = []
     for k, name in enumerate(found.classes):
