@@ -1,11 +1,11 @@
-"""Finished studies as one page: tables, curves (the paper's Figures 4 and 5), and notes that a file of their own holds.
+"""Make one page of finished studies: tables, curves (the paper's Figures 4 and 5), and the notes of another file.
 
 python -m bilevel_recipes.few_shot.results NOTES RUN [RUN …] --out docs/results
 
-NOTES is Markdown. What stands before its first section opens the page. A line `## NAME [NAME …]: TITLE` begins the
-section of the runs with these names, the last parts of their folders; what follows it are notes on them. Runs of one
-section share its table, and what they do not have in common is in the names of its lines. A section none of whose runs
-is given is left out.
+NOTES is Markdown. The text before its first section opens the page. A line `## NAME [NAME …]: TITLE` begins the
+section of the runs with these names, which are the last parts of their folders. The text after it has notes on them.
+Runs of one section share its table, whose lines are named by the settings that differ. A section without any of its
+runs is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .output import Record
 from .study import UNTRAINED, Settings, elsewhere, over_seeds, summary
 
 PAGE, NAME = "few_shot.md", "few_shot"
-MOST = 8  # curves that can be told apart in one panel
+MOST = 8  # the largest number of curves that can be told apart in one panel
 HEADING = re.compile(r"^## ([\w. -]+): (.+)$", re.MULTILINE)
 # settings that each run of a study has for itself, and those that no accuracy depends on
 OWN = {"dataset", "model", "ways", "shots", "solvers", "steps", "every", "lr", "seeds", "also", "baselines"}
@@ -49,7 +49,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, the names of its runs, and what is said of them."""
+    """A section: its heading, the names of its runs, and notes on them."""
 
     names: tuple[str, ...]
     title: str
@@ -58,7 +58,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of a table, or a curve, is about.
+    """The subject of a line of a table, or of a curve.
 
     settings: those in which the studies of the section differ. trained: the tasks of training, where it was tested on
     others as well. lr: only where the section has one kind of task at several rates.
@@ -104,7 +104,7 @@ def _twice(names: Iterable[str]) -> set[str]:
 
 
 def read_notes(file: Path) -> tuple[str, list[Section]]:
-    """What stands before the first section, and the sections."""
+    """Return the text before the first section, and the sections."""
     try:
         lead, *parts = HEADING.split(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -118,7 +118,7 @@ def read_notes(file: Path) -> tuple[str, list[Section]]:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """results.json of a study, or of a measurement of the cost, which has its tables ready."""
+    """Read results.json of a study, or of a measurement of the cost, which already has its tables."""
     file = folder / "results.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -138,7 +138,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def _record(r: Any) -> Record:
-    """A record of results.json, if all that the page reads is in it."""
+    """Return a record of results.json, if it has all that the page needs."""
     for name in ("dataset", "model", "label", "method"):
         if not isinstance(r[name], str):
             raise TypeError(f"{name} is {r[name]!r}")
@@ -170,7 +170,7 @@ def write(lead: str, sections: list[Section], found: Mapping[str, dict[str, Any]
 
 
 def _measured(section: Section, studies: list[dict[str, Any]], pictures: dict[str, Any]) -> list[str]:
-    """The tables of a section, a line on the machine, and its picture, which is added to the others."""
+    """Return the tables of a section and a line on the machine, and add its picture to the others."""
     ready = [block for study in studies for block in study.get("blocks", [])]
     studies_of_runs = [study for study in studies if "runs" in study]
     parts = [tables.markdown([block]).strip() for block in ready]
@@ -194,7 +194,7 @@ def _measured(section: Section, studies: list[dict[str, Any]], pictures: dict[st
 
 
 def tested(studies: list[dict[str, Any]], section: Sequence[str]) -> list[Record]:
-    """A record for each encoder and kind of tasks that it was tested on, with its `line`."""
+    """Return a record for each encoder and kind of test tasks, with its `line`."""
     differ = differing([study["settings"] for study in studies])
     found: list[Record] = []
     for study in studies:
@@ -215,7 +215,7 @@ def tested(studies: list[dict[str, Any]], section: Sequence[str]) -> list[Record
 
 
 def _grouped(records: list[Record], value: str) -> dict[tuple[Any, ...], list[Any]]:
-    """A value of the records by data, encoder, kind and line; rates once each."""
+    """Group a value of the records by data, encoder, kind and line, with each rate once."""
     found: dict[tuple[Any, ...], list[Any]] = {}
     for r in records:
         values = found.setdefault((r["dataset"], r["model"], kind_of(r), r["line"]), [])
@@ -225,7 +225,7 @@ def _grouped(records: list[Record], value: str) -> dict[tuple[Any, ...], list[An
 
 
 def differing(settings: list[dict[str, Any]]) -> list[str]:
-    """The settings that are not the same in all studies, apart from those that each run has for itself."""
+    """Return the settings that differ between studies, apart from those of a single run."""
     names = dict.fromkeys(name for s in settings for name in s if name not in OWN)
     return [name for name in names if any(s.get(name) != settings[0].get(name) for s in settings)]
 
@@ -248,7 +248,7 @@ def name_of_kind(kind: Kind) -> str:
 
 
 def names_of(lines: Iterable[Line]) -> dict[Line, str]:
-    """A name for each line, of the method and of what not all lines have in common."""
+    """Return a name for each line: its method, and the settings that differ between lines."""
     order = sorted(set(lines), key=lambda x: (x.method != UNTRAINED, x.trained, x.settings, x.steps, x.method != "gd",
                                               x.method, x.every, x.lr or 0.0))  # fmt: skip
     several = {k: len({getattr(x, k) for x in order if x.method != UNTRAINED}) > 1
@@ -265,14 +265,14 @@ def names_of(lines: Iterable[Line]) -> dict[Line, str]:
 
 
 def _in_common(records: list[Record]) -> list[str]:
-    """What all lines share and no name says."""
+    """Return what all lines share and no name contains."""
     steps, trained = ({getattr(r["line"], k) for r in records} for k in ("steps", "trained"))
     found = [f"K = {next(iter(steps))}"] if len(steps) == 1 else []
     return found + ([f"trained on {next(iter(trained))}"] if len(trained) == 1 and trained != {""} else [])
 
 
 def accuracy_table(title: str, records: list[Record], names: Mapping[Line, str]) -> tables.Block:
-    """A line for each method, a column for each kind of task: the accuracy in % with its interval."""
+    """Return the accuracies in % with their intervals: a line for each method, a column for each kind of task."""
     kinds = sorted({kind_of(r) for r in records})
     cells: dict[str, dict[Kind, Record]] = {}
     for r in summary([{**r, "also": {}, "label": names[r["line"]]} for r in records]):
@@ -295,7 +295,7 @@ def _score(row: Record | None) -> str:
 
 
 def difference_table(records: list[Record], names: Mapping[Line, str]) -> tables.Block | None:
-    """Each method less gd with the same seed, K and settings, in points, with an interval over the seeds."""
+    """Return each method minus gd with the same seed, K and settings, in points, with an interval over the seeds."""
     kinds = sorted({kind_of(r) for r in records})
     base = {(kind_of(r), r["line"], r["seed"]): _mean(r) for r in records if r["method"] == "gd"}
     gains: dict[Line, dict[Kind, list[float]]] = {}
@@ -323,7 +323,7 @@ def _gain(gains: list[float]) -> str:
 
 
 def shown(command: str) -> str:
-    """A command without the places of the machine that it ran on."""
+    """Return a command without paths of the machine that it ran on."""
     words = [w for word in shlex.split(command) for w in (word.split("=", 1) if word.startswith("--") else [word])]
     for flag, of in (("--data-root", lambda _: "DATA"), ("--out", lambda path: f"runs/{Path(path).name}")):
         if flag in words[:-1]:
@@ -355,7 +355,7 @@ def _machine(study: dict[str, Any]) -> str:
 
 
 def figure(records: list[Record], names: Mapping[Line, str], titles: Mapping[str, str]) -> Any:
-    """Accuracy against outer steps, a panel for each kind. Several K have a colour each, and methods a style."""
+    """Draw accuracy against outer steps: a panel for each kind, a colour for each K, a style for each method."""
     cells = sorted({(r["dataset"], r["model"], *kind_of(r)) for r in records})
     same = len({cell[:2] for cell in cells}) == 1
     drawn, axes = plots.panels(
