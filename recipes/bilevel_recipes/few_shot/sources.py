@@ -45,7 +45,7 @@ class Source:
 
 
 def _joined(parts: Sequence[Part]) -> Part:
-    """All classes of several parts, numbered on from one part to the next."""
+    """Return all classes of several parts, numbered from one part to the next."""
     counts = [int(part.y.max()) + 1 for part in parts]
     y = [part.y + sum(counts[:i]) for i, part in enumerate(parts)]
     return Part(np.concatenate([part.x for part in parts]), np.concatenate(y))
@@ -69,7 +69,7 @@ def _digits(home: Path, download: bool) -> Source:
 
 
 def _choose(x: Array, y: Array, classes: Iterable[int]) -> Part:
-    """The images of these classes, which are then called 0, 1, …"""
+    """Return the images of these classes, which get the numbers 0, 1, …"""
     rank = np.full(int(y.max()) + 1, -1, np.int64)
     chosen = np.asarray(list(classes))
     rank[chosen] = np.arange(len(chosen))
@@ -85,7 +85,7 @@ _TEST, _VAL = range(1200, 1623), ((75, 116), (180, 226), (333, 355), (496, 518),
 
 
 def _omniglot(home: Path, download: bool) -> Source:
-    """1,623 characters, 20 drawings of each, at 28 × 28: ROOT/Omniglot.npz, or torchvision's ROOT/omniglot-py."""
+    """Read 1,623 characters, 20 drawings of each, at 28 × 28: ROOT/Omniglot.npz, or torchvision's ROOT/omniglot-py."""
     if (home / "Omniglot.npz").is_file():
         keys = [f"{part}_{what}" for part in ("background", "evaluation") for what in ("bits", "character")]
         part = read_npz(home / "Omniglot.npz", *keys)
@@ -132,9 +132,9 @@ def _omniglot_folders(home: Path, download: bool) -> tuple[Array, Array]:
 
 
 def shrink(ink: Array, size: int) -> Array:
-    """0/1 images made smaller: each new pixel is the share of its area that is ink, 0 to 255.
+    """Shrink 0/1 images. Each new pixel is the share of its area that is ink, 0 to 255.
 
-    Written as two products with a matrix of overlaps, for all images at once.
+    All images are shrunk at once, by two products with a matrix of overlaps.
     """
     old = ink.shape[-1]
     edge = np.linspace(0, old, size + 1)
@@ -150,7 +150,7 @@ _SIZE = 64
 
 
 def _tiny_imagenet(home: Path, download: bool) -> Source:
-    """100 classes of Tiny-ImageNet, 40 images each, split as MiniImageNet is: a stand-in, and never called that."""
+    """Read 100 classes of Tiny-ImageNet, 40 images each, split like MiniImageNet. They never have that name."""
     path, splits = home / "MiniImageNet_STANDIN_TinyImageNet64.npz", ("train", "val", "test")
     part = read_npz(path, *(f"{what}_{s}" for what in "xy" for s in splits))
     for s in splits:
@@ -166,7 +166,7 @@ def _tiny_imagenet(home: Path, download: bool) -> Source:
 
 
 def _mini_imagenet(home: Path, download: bool) -> Source:
-    """Cached pickles (both usual kinds), or the CSV splits of Ravi & Larochelle beside a folder of images."""
+    """Read cached pickles of both usual kinds, or the CSV splits of Ravi & Larochelle beside a folder of images."""
     if download:
         raise ValueError("recipes.few_shot: MiniImageNet has no official download; put the files into --data-root")
     parts: dict[str, Part] = {}
@@ -189,7 +189,7 @@ def _mini_imagenet(home: Path, download: bool) -> Source:
 
 
 def _cached(path: Path) -> Part:
-    """{image_data, class_dict: name -> rows} (Ren et al.), or {data, labels} (Lee et al.)."""
+    """Read a pickle {image_data, class_dict: name -> rows} (Ren et al.), or {data, labels} (Lee et al.)."""
     found = read_pickle(path)
     try:
         x, y = _arrays(found)
@@ -211,7 +211,7 @@ def _cached(path: Path) -> Part:
 
 
 def _arrays(found: Any) -> tuple[Any, Any]:
-    """Images and classes out of either kind of pickle; None if it is neither."""
+    """Return the images and classes of either kind of pickle, or None if it is neither."""
     if isinstance(found, dict) and {"image_data", "class_dict"} <= found.keys():
         x, y = np.asarray(found["image_data"]), np.full(len(found["image_data"]), -1, np.int64)
         for c, name in enumerate(sorted(found["class_dict"])):
@@ -223,7 +223,7 @@ def _arrays(found: Any) -> tuple[Any, Any]:
 
 
 def _listed(table: Path) -> Part:
-    """filename,label in a CSV; the images lie in images/, in a folder of their label, or beside the CSV."""
+    """Read a CSV of filename and label. The images are in images/, in a folder of their label, or beside the CSV."""
     rows = read_csv(table, ("filename", "label"))
     pictures: list[Array] = []
     for row in rows:
