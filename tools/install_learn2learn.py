@@ -25,7 +25,7 @@ IMPORTS = "from bilevel_recipes.vision import torchvision; torchvision('datasets
 
 
 def pinned(name: str) -> str:
-    """`name==version`, as constraints.txt has it."""
+    """Return `name==version` from constraints.txt."""
     found = re.search(rf"^{name}==\S+$", CONSTRAINTS.read_text(), re.M)
     if found is None:
         sys.exit(f"install_learn2learn: constraints.txt has no version of {name}")
@@ -33,7 +33,7 @@ def pinned(name: str) -> str:
 
 
 def run(*command: str | Path, path: Path | None = None) -> None:
-    """Run Python with these arguments; where it fails, its own message and no more."""
+    """Run Python with these arguments. If it fails, show its own message and nothing else."""
     env = {**os.environ, "PYTHONPATH": str(path)} if path else None
     done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, env=env, text=True, capture_output=True)
     if done.returncode:
@@ -53,7 +53,7 @@ def installed(requirement: str) -> bool:
 
 
 def build(folder: Path) -> None:
-    """Fetch the source, make its C files anew, and install it. Cython is for that alone, and goes with the folder."""
+    """Fetch the source, make its C files again, and install it. Cython is installed in the temporary folder alone."""
     tools, source = folder / "tools", pinned("learn2learn")
     pip("install", "--target", tools, pinned("cython"))
     pip("download", "--no-binary", "learn2learn", "--no-build-isolation", "--dest", folder, source, path=tools)
