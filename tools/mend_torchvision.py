@@ -42,7 +42,7 @@ sys.meta_path.insert(0, DeclareOperators())
 
 
 def failure() -> str:
-    """What `import torchvision` says in a fresh process; empty if it works."""
+    """Return the error of `import torchvision` in a fresh process, or "" if it works."""
     run = subprocess.run([sys.executable, "-c", "import torchvision"], capture_output=True, text=True)
     return run.stderr.strip() if run.returncode else ""
 
