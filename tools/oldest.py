@@ -27,7 +27,7 @@ Row = tuple[str, str, str]  # file, outcome, reason
 
 
 def minimum(text: str, pattern: str) -> str:
-    """The version that `pattern` names in the text of pyproject.toml."""
+    """Return the version that `pattern` finds in pyproject.toml."""
     found = re.search(pattern, text)
     if found is None:
         raise SystemExit(f"tools/oldest.py: pyproject.toml has no line that matches {pattern}.")
@@ -35,7 +35,7 @@ def minimum(text: str, pattern: str) -> str:
 
 
 def interpreter(version: str) -> str:
-    """Python of that version, from PATH or from pyenv; the one that runs this script if there is none."""
+    """Return Python of that version, from PATH or pyenv, or the one that runs this script if there is none."""
     known = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))
     for python in (shutil.which(f"python{version}"), *map(str, reversed(known))):
         # pyenv puts a python3.x on PATH for each version that it knows; it fails where that version is not switched on
@@ -45,7 +45,7 @@ def interpreter(version: str) -> str:
 
 
 def install(python: str, torch: str) -> Path:
-    """The Python of an environment with that torch; one that is there is kept."""
+    """Return the Python of an environment with that torch, which is made if it is not there."""
     mine = ENVIRONMENT / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not mine.exists():
         subprocess.run([python, "-m", "venv", ENVIRONMENT], check=True)
@@ -56,7 +56,7 @@ def install(python: str, torch: str) -> Path:
 
 
 def run(python: Path, more: list[str]) -> None:
-    """The core tests; a failing test fails the command after the page is written, a crash of pytest fails it here."""
+    """Run the core tests. A crash of pytest fails here; a failing test fails the command after the page is written."""
     RESULTS.unlink(missing_ok=True)
     flags = ["--core", "-n", "auto", f"--junitxml={RESULTS}", "-o", "junit_family=xunit1"]
     code = subprocess.run([python, "-m", "pytest", *flags, *more, "tests"], cwd=ROOT).returncode
@@ -93,7 +93,7 @@ def table(found: list[Row]) -> list[str]:
 
 
 def page(root: ElementTree.Element, versions: str, oldest: str) -> str:
-    """The page, from what pytest wrote."""
+    """Return the page, from the output of pytest."""
     found = list(rows(root))
     seconds = sum(float(suite.get("time", 0)) for suite in root.iter("testsuite"))
     lines = [
