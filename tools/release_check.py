@@ -1,4 +1,4 @@
-"""Is it fit to be released? Wheel and sdist, and the wheel in two empty environments.
+"""Check a release: build wheel and sdist, and try the wheel in two empty environments.
 
     python tools/release_check.py            (`make release-check` installs what it needs first)
 
@@ -48,7 +48,7 @@ ROUNDS = 7
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What the command printed; where it fails, its own message and no more."""
+    """Return the output of a command. If it fails, show its own message and nothing else."""
     done = subprocess.run([str(part) for part in command], cwd=cwd, text=True, capture_output=True)
     if done.returncode:
         sys.exit(f"release-check: {' '.join(map(str, command))[:200]} failed:\n{done.stdout}{done.stderr}")
@@ -56,7 +56,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 
 def core_dependencies(wheel: Path) -> tuple[str, list[str]]:
-    """The wheel's version and what it needs without extras."""
+    """Return the wheel's version and its requirements without extras."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
@@ -67,12 +67,12 @@ def core_dependencies(wheel: Path) -> tuple[str, list[str]]:
 
 
 def examples() -> str:
-    """README's Python blocks, one after the other."""
+    """Return README's Python blocks, one after the other."""
     return "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
 
 
 def environment(folder: Path, what: str) -> tuple[Path, float]:
-    """An empty environment with torch and this; where its programs are, and the seconds that installing took."""
+    """Make an empty environment with torch and this package. Return the folder of its programs, and the seconds."""
     begin = time.perf_counter()
     run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     programs = folder / "bin"
@@ -83,7 +83,7 @@ def environment(folder: Path, what: str) -> tuple[Path, float]:
 
 
 def import_seconds(python: Path, module: str, home: Path) -> tuple[float, float]:
-    """How long torch takes to import, and then the module; medians. Fails if it is not the one in the environment."""
+    """Return the median import times of torch, and then of the module, which must be that of the environment."""
     code = IMPORTS.format(module)
     times = [run(python, "-c", code, cwd=home).split() for _ in range(ROUNDS + 1)][1:]  # the first one warms up
     if not all(Path(t[2]).is_relative_to(home) for t in times):
@@ -93,7 +93,7 @@ def import_seconds(python: Path, module: str, home: Path) -> tuple[float, float]
 
 
 def check_core(wheel: Path, version: str, home: Path) -> None:
-    """The wheel beside torch alone: README's example, and how long the import takes."""
+    """Try the wheel with torch alone: README's example, and the time of the import."""
     programs, seconds = environment(home / "core", str(wheel))
     no_numpy = "ignore:Failed to initialize NumPy:UserWarning"  # torch's own, where there is none
     printed = run(programs / "python", "-W", "error", "-W", no_numpy, "-c", examples(), cwd=home)
@@ -107,7 +107,7 @@ def check_core(wheel: Path, version: str, home: Path) -> None:
 
 
 def check_recipes(wheel: Path, home: Path) -> None:
-    """The wheel with its recipes: a folder of images is cleaned, without a clone of the repository."""
+    """Try the wheel with its recipes: clean a folder of images, without a clone of the repository."""
     programs, seconds = environment(home / "recipes", f"{wheel}[recipes]")
     print(f"[recipes]      installed in {seconds:.0f} s")
     torch_seconds, own = import_seconds(programs / "python", "bilevel_recipes.clean", home)
