@@ -224,7 +224,7 @@ def test_dropout_is_a_mask_that_comes_again(always, options):
     for start in range(0, 7, 3):
         rows = slice(start, min(start + 3, 7))
         seen = min(rows.stop, 5) if options else 5
-        kept[..., rows, :seen] = part._kept(rows, xs[0][..., rows, :], xs[1][..., :seen, :])
+        kept[..., rows, :seen] = part._dropout_mask(rows, xs[0][..., rows, :], xs[1][..., :seen, :])
 
     def formula(q, k, v):
         scores = q @ k.mT / 3**0.5
