@@ -246,13 +246,14 @@ class Row:
     make: Callable[[], Loop]
     what: str = "hypergradient"
     remedy: str = ""  # what a user can do without the library's help, tried where it fails
+    seeds: tuple[int, ...] = (0,)
 
 
 ROWS = [
     Row("SGD", perceptron),
     Row("SGD with momentum and weight decay",
         lambda: perceptron(options={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05})),
-    Row("Adam", lambda: perceptron(kind=torch.optim.Adam, options={"lr": 0.05})),
+    Row("Adam", lambda: perceptron(kind=torch.optim.Adam, options={"lr": 0.05}), seeds=(0, 10, 20)),
     Row("AdamW", lambda: perceptron(kind=torch.optim.AdamW, options={"lr": 0.05})),
     Row("clipped gradients", lambda: perceptron(clip=0.2)),
     Row("a learnt rate", lambda: learnt("lr", lr=0.5)),
@@ -354,15 +355,15 @@ def torchopt(loop: Loop) -> Grads:
 def learn2learn(loop: Loop) -> Grads:
     if loop.kind is not torch.optim.SGD or loop.options.keys() != {"lr"}:
         raise NotThereError("its rule is a plain gradient step with one rate, or one for each weight")
-    algorithms = quietly("learn2learn.algorithms")
-    learner = algorithms.MAML(loop.model, lr=loop.options["lr"], allow_unused=True).clone()
+    algorithms, lr = quietly("learn2learn.algorithms"), {**loop.options, **loop.learnt}["lr"]
+    learner = algorithms.MAML(loop.model, lr=lr, allow_unused=True).clone()
     for batch in loop.batches:
         loss = loop.h(learner, *batch)
         if loop.clip is None:
             learner.adapt(loss)
         else:  # the two lines that `adapt` stands for, with a third between them
             grads = torch.autograd.grad(loss, list(learner.parameters()), create_graph=True)
-            quietly("learn2learn.algorithms.maml").maml_update(learner, loop.options["lr"], clipped(grads, loop.clip))
+            quietly("learn2learn.algorithms.maml").maml_update(learner, lr, clipped(grads, loop.clip))
         loop.after_step()
     return list(torch.autograd.grad(loop.g(learner, *loop.val), loop.lam))
 
@@ -443,7 +444,8 @@ def hypertorch_maps(loop: Loop) -> tuple[list[Any], Grads, Callable[..., Tensor]
             )
         return optimizers.GradientDescent(h, lambda _: options["lr"], itertools.repeat(batch))
 
-    maps = [phi(batch) for batch in loop.batches]
+    made = {id(batch): phi(batch) for batch in loop.batches}  # each keeps the graph of its last loss
+    maps = [made[id(batch)] for batch in loop.batches]
     w = maps[0].get_opt_params([x.detach().clone().requires_grad_() for x in start])
     return maps, w, lambda w, _: at(loop.g, w[: len(names)], loop.val)
 

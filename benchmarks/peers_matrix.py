@@ -17,7 +17,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -49,11 +49,10 @@ from .problems import MAKERS, SIZES, Problem
 from .runners import BY_NAME, importable
 
 RIGHT = 1e-5  # relative to the norm: what is nearer than this to the differences is right
-MEMORY = {  # problems of benchmarks/problems.py
-    "memory, K = 100: a small transformer": ("P5", 16),
-    "memory, K = 100: an MLP with many weights": ("P2", 500),
+MEMORY = {  # problems of benchmarks/problems.py, samples, steps
+    "memory: a small transformer, K = 100": ("P5", 16, 100),
+    "memory: an MLP with many weights, K = 20": ("P2", 200, 20),
 }
-SEEDS = (0, 10, 20)
 DEFAULT, LEAN = "ours: reverse", "ours: reverse checkpoint=sqrt"
 SHORT = (
     "SGD",
@@ -73,8 +72,8 @@ HEAD = f"""# What libraries make of your loop
 
 Made by `make peers`. Each row is a training loop that people have. It is small, in float64, and has {STEPS} steps. The
 outer variables are a weight for each sample, or the options that the row names. The judge is the plain loop, written as
-a user writes it: its hypergradient is taken by central differences, without any library. Each loop is run with
-{len(SEEDS)} seeds. A cell is right if all of them are; else it has the median of the errors.
+a user writes it: its hypergradient is taken by central differences, without any library. Adam is run with three seeds,
+and the cell has the median.
 
 Each library is given the loop as its own documentation says. Where it has an option for something, that option is used.
 Where it has two ways, the better one counts.
@@ -117,17 +116,17 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([x.detach().reshape(-1).double() for x in tensors])
 
 
-def cell(row: Row, library: str, seeds: Sequence[int] = SEEDS) -> Cell:
+def cell(row: Row, library: str) -> Cell:
     """What a library makes of a loop, in the better of its ways."""
     ways = [how for how in (LIBRARIES[library].how, SECOND.get(library)) if how]
-    return min((attempt(row, how, seeds) for how in ways), key=lambda c: c.get("error", float("inf")))
+    return min((attempt(row, how) for how in ways), key=lambda c: c.get("error", float("inf")))
 
 
-def attempt(row: Row, how: Callable[[Loop], Grads], seeds: Sequence[int]) -> Cell:
-    """Right if it is so with every seed; else the median of the errors."""
+def attempt(row: Row, how: Callable[[Loop], Grads]) -> Cell:
+    """Right if it is so with each of the row's seeds; else the median of the errors."""
 
     def errors() -> tuple[list[float], list[str]]:
-        found = [error(row, how, seed) for seed in seeds]
+        found = [error(row, how, seed) for seed in row.seeds]
         return sorted(off for off, _ in found), [warned for _, warned in found]
 
     try:
@@ -150,26 +149,27 @@ def attempt(row: Row, how: Callable[[Loop], Grads], seeds: Sequence[int]) -> Cel
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
-def memory(library: str, problem: str, samples: int, steps: int = 100) -> Cell:
+def memory(library: str, problem: str, samples: int, steps: int) -> Cell:
     """Peak bytes of tensors of one hypergradient, beside those of K plain steps, in float32."""
-
-    def made() -> Problem:
-        torch.manual_seed(0)
-        size = replace(SIZES["full"], samples=samples, texts=samples)
-        return replace(MAKERS[problem](problem, size, False, torch.float32), steps=steps)
-
-    def live(name: str) -> int:
-        p = made()
-        run = functools.partial(by_hypertorch, p) if name == "hypertorch" else BY_NAME[name].build(p)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the peers' own
-            return measure.live(run)
-
-    p = made()
-    plain = measure.live(lambda: p.train(p.batches()[0]))
-    held = live(DEFAULT if library == OURS else library)
+    plain = held_bytes("plain", problem, samples, steps)
+    held = held_bytes(DEFAULT if library == OURS else library, problem, samples, steps)
     found = {"outcome": "measured", "live": held, "plain": plain, "ratio": held / plain}
-    return {**found, "lean": live(LEAN) / plain} if library == OURS else found
+    return {**found, "lean": held_bytes(LEAN, problem, samples, steps) / plain} if library == OURS else found
+
+
+@functools.cache
+def held_bytes(runner: str, problem: str, samples: int, steps: int) -> int:
+    """The peak of the bytes that tensors hold."""
+    torch.manual_seed(0)
+    size = replace(SIZES["full"], samples=samples, texts=samples)
+    p = replace(MAKERS[problem](problem, size, False, torch.float32), steps=steps)
+    run: Callable[[], Any] = {
+        "plain": lambda: functools.partial(p.train, p.batches()[0]),
+        "hypertorch": lambda: functools.partial(by_hypertorch, p),
+    }.get(runner, lambda: BY_NAME[runner].build(p))()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the peers' own
+        return measure.live(run)
 
 
 def by_hypertorch(p: Problem) -> Grads:
@@ -183,7 +183,9 @@ def by_hypertorch(p: Problem) -> Grads:
 # --- the page ---------------------------------------------------------------------------------------------------
 
 
-def measured(library: str, rows: Sequence[Row] = tuple(ROWS), steps: int = 100) -> dict[str, Any]:
+def measured(
+    library: str, rows: Sequence[Row] = tuple(ROWS), memories: Mapping[str, tuple[str, int, int]] = MEMORY
+) -> dict[str, Any]:
     """Its version, the date, and a cell for each row."""
     logging.disable(logging.INFO)  # Betty reports each set-up
     torch.set_default_dtype(torch.float64)
@@ -192,7 +194,7 @@ def measured(library: str, rows: Sequence[Row] = tuple(ROWS), steps: int = 100) 
     finally:
         torch.set_default_dtype(torch.float32)
         logging.disable(logging.NOTSET)
-    cells |= {title: memory(library, *of, steps) for title, of in MEMORY.items()}
+    cells |= {title: memory(library, *of) for title, of in memories.items()}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     return {"version": LIBRARIES[library].version(), "date": today, "torch": torch.__version__, "cells": cells}
 
@@ -236,9 +238,10 @@ Measured on {dates} with torch {ours["torch"]} on a CPU; {versions}.
 ## Memory
 
 {table(found, MEMORY)}
-These are the peak bytes that tensors hold during one hypergradient, divided by those of K = 100 plain training steps of
-the same model in float32. Plain training holds {plain} MB. Ours is the default engine, `"reverse"`, which stores K sets of
-weights. With `Reverse(checkpoint="sqrt")` it is {lean} ×. hypertorch's is its `reverse`, the leaner of its two ways.
+These are the peak bytes that tensors hold during one hypergradient, divided by those of K plain training steps of the
+same model in float32. Plain training holds {plain} MB. Ours is the default engine, `"reverse"`, which stores K sets of
+weights. With `Reverse(checkpoint="sqrt")` it is {lean} ×. Ours includes the check of the derivatives in float64, which
+runs once for a model. hypertorch's is its `reverse`, the leaner of its two ways.
 
 - *A small transformer*: 2 layers of width 64, 28 tokens, batches of {samples[0]}. The graph takes most of the memory.
 - *An MLP with many weights*: 784-300-10, {samples[1]} samples. The weights take most of the memory, so that storing
