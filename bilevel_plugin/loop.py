@@ -927,9 +927,10 @@ class _OuterLoss(End):
     def __init__(self, loop: Loop, g: Loss, batch: tuple[Any, ...], weight: Value = 1.0) -> None:
         self._loop, self._g, self._k, self._buffers = loop, g, loop._k, loop._buffers
         self._watched: State = {}
-        self.cut: Pairs = []
+        pairs: Pairs = []
         given = batch, weight
-        self._batch, self.weight = cut_graph(given, self.cut) if loop._tape.replays else given
+        self._batch, self.weight = cut_graph(given, pairs) if loop._tape.replays else given
+        self.cut = pairs
         self.value = self._here = torch.zeros(())  # the last values of g: over all ranks, and on this one
         self._recorded: RecordedLoss | None = None  # what it takes to evaluate the loss at this state again
 
@@ -962,7 +963,7 @@ class _OuterLoss(End):
             self._watched = inside.watched
             retain = not once or has_older_nodes(value, since)
             at = {**inside.leaves, **inside.statistics}
-            yield Traced(at, {"g": value}, self.cut, leaves, binding.share, retain)
+            yield Traced(at, {"g": value}, [*self.cut], leaves, binding.share, retain)
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         with self.traced(z, once=True) as traced:
