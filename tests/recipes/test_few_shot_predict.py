@@ -317,13 +317,14 @@ def test_the_page_fits_a_phone_and_asks_nothing_of_a_network(hostile: Path) -> N
         browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         for width in (1280, 390):
             view = browser.new_page(viewport={"width": width, "height": 800})
+            view.set_default_timeout(60_000)  # of milliseconds: the machine may be busy
             view.on("console", lambda m: seen.append(m.text))
             view.on("dialog", lambda d: seen.append("a dialog"))
             view.on("request", lambda r: seen.append(r.url) if not r.url.startswith(("file:", "data:")) else None)
             view.goto(hostile.as_uri())
             assert view.evaluate("document.documentElement.scrollWidth") <= width
             view.evaluate("for (const i of document.images) i.loading = 'eager'")
-            view.wait_for_function("[...document.images].every(i => i.complete && i.naturalWidth > 0)", timeout=5000)
+            view.wait_for_function("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
             assert view.locator("li img").count() == 4
         browser.close()
     assert seen == []
