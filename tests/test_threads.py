@@ -37,7 +37,7 @@ def at_once(*work: Callable[[], Any]) -> list[Any]:
         return f()
 
     with ThreadPoolExecutor(len(work)) as pool:
-        return [future.result(timeout=120) for future in [pool.submit(begun, f) for f in work]]
+        return [future.result(timeout=600) for future in [pool.submit(begun, f) for f in work]]
 
 
 class Attention(nn.Module):

@@ -375,11 +375,11 @@ def test_the_report_opens_in_a_browser(tmp_path: Path) -> None:
     flags = [f"--{flag}" for flag in flags]
     page = (tmp_path / "out/report.html").as_uri()
     dom = subprocess.run(
-        [browser, *flags, "--dump-dom", page], capture_output=True, text=True, timeout=60, check=True
+        [browser, *flags, "--dump-dom", page], capture_output=True, text=True, timeout=300, check=True
     ).stdout
     assert "F1 against outer step" in dom
     assert dom.count("<img") == 3
     subprocess.run(
-        [browser, *flags, f"--screenshot={tmp_path / 'shot.png'}", page], capture_output=True, timeout=60, check=True
+        [browser, *flags, f"--screenshot={tmp_path / 'shot.png'}", page], capture_output=True, timeout=300, check=True
     )
     assert (tmp_path / "shot.png").stat().st_size > 20_000

@@ -33,7 +33,7 @@ def command(ranks, recipe, flags, out):
 
 
 def finish(*args, more=()):
-    done = subprocess.run([*command(*args), *more], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([*command(*args), *more], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,7 +79,7 @@ def test_a_process_that_dies_stops_the_run_and_another_number_goes_on(alone, tmp
         time.sleep(0.02)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    _, errors = run.communicate(timeout=120)
+    _, errors = run.communicate(timeout=600)
     assert run.returncode == 1
     assert "another process of this run has ended" in errors
     finish(3, "few_shot", FEW_SHOT, out, more=["--resume"])
