@@ -253,8 +253,8 @@ README and the home page show these rows.
 <!-- --8<-- [start:short] -->
 
 {table(found, SHORT)}
-✓: right. **A percentage**: the gradient is off by so much, without a word. *Error*: the loop stops. –: there is no such
-thing. Memory is relative to plain training; with `Reverse(checkpoint="sqrt")` ours is {lean} ×. Measured on {dates}:
+✓: right. **A percentage**: wrong by so much, without a word. *Error*: the loop stops. –: there is no such thing.
+Memory is relative to plain training; with `Reverse(checkpoint="sqrt")` ours is {lean} ×. Measured on {dates}:
 {versions}.
 <!-- --8<-- [end:short] -->
 
