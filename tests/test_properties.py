@@ -258,6 +258,7 @@ def test_engines_agree_with_differences_and_with_unroll(engine, data):
     assert error <= 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:.*blocks= is off:UserWarning")  # a GRU has no forward mode
 @given(data=st.data())
 def test_outer_losses_on_the_way_are_those_of_shorter_loops(data):
     """∇ Σ_k c_k·g(w_k) by any engine: the sum of c_k times the hypergradients of loops of k steps."""
