@@ -1,6 +1,6 @@
 """What each library makes of the loops that people have: right, wrong without a word, an error, or not there.
 
-    python -m benchmarks.peers_matrix --out docs/results      the table of the docs, in about two minutes on one core
+    python -m benchmarks.peers_matrix --out docs/results      the table of the docs, in two to three minutes of one core
 
 The judge is the plain loop, written as a user writes it: central differences of g at its end, in float64. hypertorch is
 not on the package index: HYPERTORCH names a checkout of its repository. A library that is not installed keeps the
