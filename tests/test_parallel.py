@@ -62,10 +62,10 @@ def test_all_ranks_hold_the_same_bits(found):
     ("mistake", "words"),
     [
         ("other_start", "RuntimeError: bilevel.inner: the ranks start from different weights"),
-        ("own_rate", "RuntimeError: bilevel.inner: the ranks have come to different weights"),
+        ("own_rate", "RuntimeError: bilevel.inner: the ranks have reached different weights"),
         ("one_step_more", "RuntimeError: bilevel.inner: the ranks are out of step"),
         ("one_nan", "FloatingPointError: bilevel.inner: h is nan at step k = 1"),
-        ("other_inputs", "ValueError: bilevel.inner: the ranks ask for the gradients of different outer variables"),
+        ("other_inputs", "ValueError: bilevel.inner: the ranks want the gradients of different outer variables"),
         ("unused_everywhere", "ValueError: bilevel.inner: neither loss depends on input 0"),
     ],
 )
