@@ -74,6 +74,11 @@ def test_test_views_and_test_turns_change_what_is_measured_and_not_the_training(
     assert main([*SMALL, "--adapt", "all", "--test-views", "mirror", "--out", str(tmp_path / "all")]) == 2
 
 
+def test_classes_for_training_are_not_tested_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--train-on", "train+val", "--test-on", "val", "--out", str(tmp_path)]) == 2
+    assert "--train-on train+val trains on the classes of --test-on val" in capsys.readouterr().err
+
+
 def test_omniglot_sets_the_flags_of_the_readme_and_none_is_written_as_none(capsys: pytest.CaptureFixture[str]) -> None:
     chosen, _ = shared.parse(RECIPE, ["--omniglot", "--seeds", "3"])
     assert (chosen.dataset, chosen.ways, chosen.baselines, chosen.seeds) == (("omniglot",), (120,), (), 3)

@@ -259,6 +259,11 @@ def check(s: Settings) -> None:
             raise ValueError(f"recipes.few_shot: --{name.replace('_', '-')} must be at least 1; got {getattr(s, name)}")
     trained = list(itertools.product(s.ways, s.shots))
     _check_adaptation(s)
+    if s.test_on in s.train_on.split("+"):
+        raise ValueError(
+            f"recipes.few_shot: --train-on {s.train_on} trains on the classes of --test-on {s.test_on}; choose other "
+            "classes to test on, or --train-on train"
+        )
     if uses_bf16(s) and (size := _sees_one_pixel(s)) is not None:
         raise ValueError(
             f"recipes.few_shot: --precision bf16 on the CPU, and images of {size} pixels, of which the last "
