@@ -102,7 +102,7 @@ class BlockByBlock:
         update = step.update.pull(z, d, a, wanted, end=False)
         del d
         if not step.terms:  # an update alone: a step on accumulated gradients, or a rank without samples
-            return update, {}, binding.statistics, [None] * len(wanted), {}, {}
+            return update, {}, (), [None] * len(wanted), {}, {}  # it leaves the statistics, and their adjoint, as is
         u, update.cotangent = update.cotangent, {}
         if binding.share != 1:
             u = {n: x * binding.share for n, x in u.items()}

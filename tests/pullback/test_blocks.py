@@ -172,9 +172,10 @@ def test_steps_that_are_made_of_parts(how):
     agree(model, body=body)
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
 @pytest.mark.parametrize("eval_in_g", [False, True])
 @pytest.mark.parametrize("norm", ["batch", "instance"])
-def test_running_statistics(norm, eval_in_g):
+def test_running_statistics(norm, eval_in_g, accumulated):
     """They are inputs and results of a block: exact where g reads them, as well."""
 
     class Normed(nn.Module):
@@ -191,7 +192,15 @@ def test_running_statistics(norm, eval_in_g):
     lam = torch.linspace(-1, 1, N).double().requires_grad_()
     model = Net(Normed).double()
     before = {n: b.clone() for n, b in model.named_buffers()}
-    agree(model, *losses(lam, eval_in_g), lam=lam)
+
+    def body(loop, x, y, xv, yv):
+        for _ in range(2):
+            loop.step(x, y, outer=(xv, yv))
+            loop.accumulate(xv, y)
+            loop.step()  # an update alone, through which the adjoint of the statistics passes
+
+    options = {"body": body} if accumulated else {}
+    agree(model, *losses(lam, eval_in_g), lam=lam, **options)
     assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
 
 
