@@ -6,6 +6,7 @@ import contextlib
 import copy
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import pytest
@@ -155,6 +156,11 @@ def refused(*words: str):
     with pytest.raises(REFUSALS) as caught:
         yield
     says(caught.value, words)
+
+
+def refused_if(is_refused: bool, *words: str) -> AbstractContextManager[None]:
+    """`refused`, or a context in which nothing is."""
+    return refused(*words) if is_refused else contextlib.nullcontext()
 
 
 class Once(torch.autograd.Function):

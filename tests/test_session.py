@@ -30,7 +30,7 @@ from plain_loop import (
     unchanged,
     worn,
 )
-from problems import REFUSALS, refused, says, weighted
+from problems import refused, says, weighted
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
@@ -205,12 +205,11 @@ def test_an_exception_through_two_blocks():
 
 @pytest.mark.parametrize("engine", ["reverse", "unroll"])
 def test_steps_of_two_blocks_in_turns(engine):
-    """Two generators on one model, one step each: right or refused, and the model is put back."""
+    """Two generators on one model, one step each: refused, and the model is put back."""
     build, lam = losses(mlp), start()
     torch.manual_seed(0)
     model, h, g, batch, outer = build(lam)
     before = everything(model)
-    alone = block(build, lam, engine, steps=2)
 
     def train():
         with bilevel.inner(model, h, g, solver="gd", optimizer=sgd(model), engine=engine, check=False) as loop:
@@ -221,12 +220,10 @@ def test_steps_of_two_blocks_in_turns(engine):
 
     one, two = train(), train()
     try:
-        for _ in range(2):
-            next(one)
-            next(two)
-        torch.testing.assert_close(next(one), alone.grad)
-    except REFUSALS as error:
-        says(error, ("block|loop|by hand",))
+        with refused("block"):
+            for _ in range(2):
+                next(one)
+                next(two)
     finally:
         one.close()
         two.close()

@@ -28,7 +28,7 @@ from plain_loop import (
     train_and_eval,
     unchanged,
 )
-from problems import REFUSALS, differences, hypergrad, refused, relative, says, weighted
+from problems import differences, hypergrad, refused, refused_if, relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -238,16 +238,14 @@ def test_running_statistics_of_tasks(name, engine):
             total += float(g(one, xv[i], yv[i]).detach())
         return total
 
-    try:
+    reads_a_count = name == "1d, no momentum"  # which vmap can't give
+    with refused_if(reads_a_count, "momentum", "tasks"):
         with bilevel.inner(model, h, g, solver="gd", lr=RATE, tasks=2, engine=ENGINES[engine], check=False) as loop:
             loop.run(3, x, y, outer=(xv, yv))
             value, grad = float(loop.value), loop.hypergrad(lam)
-    except REFUSALS as error:
-        if name != "1d, no momentum":  # which reads a count that vmap can't give
-            raise
-        says(error, ("momentum", "tasks"))
-        return
     unchanged(model, before)
+    if reads_a_count:
+        return
     assert value == pytest.approx(by_hand(), rel=1e-12)
     assert float(grad) == pytest.approx(differences(by_hand, lam, torch.ones(())), rel=1e-6)
 
@@ -381,13 +379,9 @@ def test_a_buffer_that_is_made_in_the_first_call(engine):
     build = losses(lambda: mlp(Remembering()))
     torch.manual_seed(0)
     model, h, g, batch, outer = build(lam)
-    try:
-        with bilevel.inner(model, h, g, solver="gd", lr=RATE, engine=engine, check=False) as loop:
-            loop.run(STEPS, *batch, outer=outer)
-            value, grad = float(loop.value), loop.hypergrad(lam)
-    except REFUSALS as error:
-        says(error, ("buffer",))
-    else:
-        assert value == pytest.approx(plain(build, lam).value, rel=1e-12)
-        v = torch.randn(SAMPLES)
-        assert abs(float(grad @ v) - slope(build, lam, v)) < 1e-6 * float(grad.norm())
+    with bilevel.inner(model, h, g, solver="gd", lr=RATE, engine=engine, check=False) as loop:
+        loop.run(STEPS, *batch, outer=outer)
+        value, grad = float(loop.value), loop.hypergrad(lam)
+    assert value == pytest.approx(plain(build, lam).value, rel=1e-12)
+    v = torch.randn(SAMPLES)
+    assert abs(float(grad @ v) - slope(build, lam, v)) < 1e-6 * float(grad.norm())
