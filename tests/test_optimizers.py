@@ -26,10 +26,11 @@ from optimizers import (
     learnable,
     true_hypergradient,
 )
-from problems import Vector, differences, relative
+from problems import Vector, differences, refused, relative
 from torch.optim import lr_scheduler as schedulers
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.optimizers import RULES
 
 REPLAYING = [e for e in ENGINES if e != "forward"]  # forward mode has no derivative for the initial weights
 
@@ -241,6 +242,34 @@ def test_options_that_the_body_changes(kind, engine):
     assert relative(along, differences_along(value, problem.lam, problem.directions(SAMPLES))) < 1e-6
 
 
+def test_a_group_that_is_added_in_the_block_is_refused():
+    problem = Problem(Case("SGD"))
+    model = copy.deepcopy(problem.model)
+    optimizer = torch.optim.SGD(model.first.parameters(), 0.1)
+    with bilevel.inner(model, problem.h, problem.g, solver="gd", optimizer=optimizer, check=False) as loop:
+        loop.step(*problem.batch(0))
+        optimizer.add_param_group({"params": model.last.parameters()})
+        with refused("param_groups", "add_param_group", "before the block"):
+            loop.step(*problem.batch(1))
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_direction_is_recovered_from_the_averages_of_adam(dtype, maximize):
+    """Up to rounding, or not at all: with β₁ = 0.995 hundreds of units are lost."""
+    rule = RULES[torch.optim.Adam]
+    w, d, m = (torch.randn(50, dtype=dtype) for _ in range(3))
+    options = {"lr": 0.1, "weight_decay": 0.2, "eps": 1e-8, "amsgrad": False, "maximize": maximize, "count": 3}
+    state = {"exp_avg": m, "exp_avg_sq": m.square()}
+    for betas in ((0.9, 0.99), (0.0, 0.9)):
+        for before in (state, {}):
+            _, after = rule.formula(w, d, before, betas=betas, **options)
+            found = rule.direction(w, before, after, betas=betas, **options)
+            torch.testing.assert_close(found, d, rtol=0, atol=300 * torch.finfo(dtype).eps)
+    assert rule.direction(w, state, state, betas=(0.995, 0.99), **options) is None
+    assert rule.direction(w.bfloat16(), state, state, betas=(0.9, 0.99), **options) is None
+
+
 @pytest.mark.parametrize("engine", ["reverse", "unroll"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_frozen_weight_that_the_optimizer_holds(name, engine):
@@ -257,11 +286,11 @@ def test_a_frozen_weight_that_the_optimizer_holds(name, engine):
     assert problem.end_error(engine) < 1e-12
 
 
-@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+@pytest.mark.parametrize(("engine", "setting"), [("reverse", "stepped before"), ("unroll", "")])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_tasks_are_loops_of_their_own(name, engine):
-    """A norm, as Muon has it, is taken for each task."""
-    problem = Problem(Case(name))
+def test_tasks_are_loops_of_their_own(name, engine, setting):
+    """A norm, as Muon has it, is taken for each task; the state that an optimizer has is where each begins."""
+    problem = Problem(Case(name, setting=setting))
     lam = problem.lam
     batches = [torch.stack([problem.batch(k)[0], problem.batch(k + 3)[0]]) for k in range(STEPS)]
     h = lambda model, i: problem.h(model, i)

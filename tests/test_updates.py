@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.graph import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -166,6 +167,26 @@ def test_adam_where_the_gradient_is_zero(engine, amsgrad):
         engine=engine,
     )  # fmt: skip
     torch.testing.assert_close(got, torch.full((2,), -lr / eps, dtype=torch.float64))
+
+
+def test_updates_are_differentiated_some_weights_at_a_time(monkeypatch):
+    """As all at once, in less memory: nothing of the rate, or of a weight at rest, is lost."""
+    names = [str(i) for i in range(8)]
+    model = nn.ParameterDict({n: torch.linspace(0.1, 1, 1000) for n in names} | {"idle": torch.ones(3)})
+    lam, lr = torch.tensor(0.3, requires_grad=True), torch.tensor(0.1, requires_grad=True)
+    h = lambda m: lam.exp() * sum(m[n].square().sum() for n in names)
+    g = lambda m: sum(x.square().sum() for x in m.values())
+    grads, peaks = [], []
+    for part in (2**24, 2 * 8000):
+        monkeypatch.setattr("bilevel_plugin.updates._PART_BYTES", part)
+        adam = torch.optim.Adam(model.parameters(), lr=lr, eps=0.1)
+        with bilevel.inner(model, h, g, solver="gd", optimizer=adam, check=False) as loop:
+            loop.run(2)
+            peaks.append(peak_bytes(lambda loop=loop: grads.append(loop.hypergrad([lam, lr, *model.values()]))))
+    for at_once, in_parts in zip(*grads, strict=True):
+        torch.testing.assert_close(in_parts, at_once, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grads[1][-1], torch.full((3,), 2.0))
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 def test_a_weight_that_the_loss_does_not_touch_is_left_alone_as_in_torch():
