@@ -131,6 +131,7 @@ TEST = --test-episodes 200 --test-steps 5 --curve-episodes 60 --baselines none
 KINDS = --ways 20 --train-queries 5 --also 5x1,5x5,20x5 --seeds 3
 SHORT = --dataset omniglot --model conv4 --images 240 --chunk 240 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
 omniglot = --omniglot --seeds 3
+omniglot-float32 = --omniglot --precision float32
 omniglot-solvers = --omniglot --model conv4 --outer-steps 800 --curve-points 8 $(TEST) --solvers gd,bigsam,bigsam-paper-annealed --seeds 3
 figure4-paper = --paper $(SHORT) --steps 1,5,10,20
 figure4-rates = $(SHORT) --solvers gd,bigsam --lr 0.8,1.6,4,8,16 --curve-points 1 --test-on val --seeds 1
@@ -139,7 +140,7 @@ tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 20
 	--shift 0.05 --test-turns 1 --test-views mirror --outer-steps 300 --also 5x1,5x5,20x5 --curve-points 6 --curve-episodes 100 --test-episodes 1000 \
 	--test-steps 5 --baselines none --solvers gd,bigsam --seeds 3
 figure5-paper = --paper --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
-STUDIES = omniglot omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper
+STUDIES = omniglot omniglot-float32 omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper
 few-shot: $(VENV)/.test
 	$(foreach s,$(STUDIES),$(FEWSHOT) $($(s)) --threads 1 $(if $(DATA),--data-root $(DATA)) --resume --out runs/$(s) &&) true
 	$(FEWSHOT).cost --threads 1 $(if $(DATA),--data-root $(DATA)) --out runs/cost

@@ -5,7 +5,8 @@ python -m bilevel_recipes.few_shot.results NOTES RUN [RUN …] --out docs/result
 NOTES is Markdown. The text before its first section opens the page. A line `## NAME [NAME …]: TITLE` begins the
 section of the runs with these names, which are the last parts of their folders. The text after it has notes on them.
 Runs of one section share its table, whose lines are named by the settings that differ. A section without any of its
-runs is left out.
+runs is left out. The tables of a section stand between marks of pymdownx.snippets with the name of its first run, so
+that other pages can include them.
 """
 
 from __future__ import annotations
@@ -185,6 +186,8 @@ def _measured(section: Section, studies: list[dict[str, Any]], pictures: dict[st
         blocks = [accuracy_table(title, part, names), difference_table(part, names)]
         parts += [tables.markdown([block]).strip() for block in blocks if block is not None]
     parts.append(f"{_effort(studies_of_runs, records)} {_machine(studies_of_runs[0])}")
+    mark = "<!-- --8<-- [{}:" + section.names[0] + "] -->"
+    parts = [mark.format("start"), *parts, mark.format("end")]
     curves = [r for r in records if len(r["history"]) > 1]
     if curves:
         name = f"{NAME}_{section.names[0]}"
