@@ -234,7 +234,8 @@ def find_leaves(
 GRAPH_TO_WEIGHTS = (
     "bilevel.inner: a loss uses a tensor that was computed from the weights of this loop before the step, and that has "
     "a graph back to them. The step does not differentiate through that graph. Compute the tensor inside h (or g), or "
-    ".detach() it if it is meant to be a constant."
+    ".detach() it if it is meant to be a constant. If it was computed from the weights before the block, "
+    "engine='unroll' differentiates through it."
 )
 
 
@@ -376,6 +377,12 @@ class explained:
                 "torch.autograd.grad on it. For a graph behind the batch, pass retain_graph=True to the earlier call. "
                 "(torch: Trying to backward through the graph a second time.)"
             ) from error
+        if "has been modified by an inplace operation" in text:
+            raise RuntimeError(
+                "bilevel.inner: a tensor that a graph needs was changed in place after it was used. If a loss uses "
+                "what was computed from the weights of the model before the block, which writes to them, compute it "
+                f"from their .clone(). Otherwise give the operation that changes a tensor a clone. (torch: {text})"
+            ) from error
         if "is not implemented" in text or "not differentiable" in text or "does not support" in text:
             for op, (what, instead) in _UNDERIVED.items():
                 if op in text:
@@ -454,11 +461,12 @@ def graph_bytes(to: State, at: State, given: Iterable[Tensor]) -> int:
     """Return the bytes that a graph keeps alive, without those of its result and of the given tensors."""
     excluded = {x.untyped_storage().data_ptr() for x in (*given, *at.values(), *to.values()) if not _is_sparse(x)}
     found: dict[int, int] = {}
-    for node in nodes(to.values(), {x.grad_fn for x in at.values()}):
-        saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
-        for x in tensors_of([*saved, getattr(node, "saved_tensors", ())]):
-            if not _is_sparse(x):
-                found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    with explained():
+        for node in nodes(to.values(), {x.grad_fn for x in at.values()}):
+            saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+            for x in tensors_of([*saved, getattr(node, "saved_tensors", ())]):
+                if not _is_sparse(x):
+                    found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     return sum(size for where, size in found.items() if where not in excluded)
 
 

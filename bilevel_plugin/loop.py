@@ -301,7 +301,7 @@ class Loop:
         if self._engine.keeps_graphs:
             self._sample(k, terms)
         if self._engine.keeps_graphs or self._engine.traces_steps:
-            known = {id(x) for x, _ in self._outer_variables}
+            known = {id(x) for x in (*(x for x, _ in self._outer_variables), *self._binding.parameters.values())}
             self._outer_variables += [(x, x._version) for x in leaves if id(x) not in known | NESTED]
 
     @contextmanager
@@ -591,7 +591,6 @@ class Loop:
             finally:
                 binding.hold(self._z, self._buffers)
             value = end.value
-            self._monitor.record_loss(self._k, "g" if loss is None else "loss=", value, {})
             self._added.append((end.weight * value).detach())
         terms: list[Term] = []
         if loss is None:
@@ -815,10 +814,11 @@ class Loop:
         """Return the outer loss at the current weights."""
         if loss is not None and outer is not None:
             raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
+        self._refuse_graph_to_weights("weight=", (weight,))
         if loss is not None:
             return _GivenLoss(self, scalar("loss=", loss), weight)
         batch = self._outer if outer is None else as_tuple(outer)
-        self._refuse_graph_to_weights("outer=", batch)
+        self._check_batch("outer=", batch)
         return _OuterLoss(self, self._outer_loss(), batch, weight)
 
     def _outer_loss(self) -> Loss:
@@ -954,7 +954,9 @@ class _OuterLoss(End):
             value = value if isinstance(self.weight, float) and self.weight == 1 else self.weight * value
             stand_ins = [x for _, x in self.cut]
             at = {**(loop._z if z is None else z), **inside.leaves, **inside.statistics}
-            leaves, connected = find_leaves(value, at.values(), stand_ins)
+            # with own parameters, a tensor that was computed from w_0 would have its gradient at w_k
+            older = since if binding.own_parameters else None
+            leaves, connected = find_leaves(value, at.values(), stand_ins, since=older)
             if not binding.own_parameters:
                 refuse_hidden_parameter("g", value, at.values(), leaves, binding)
             if not (connected or (value.requires_grad and not loop._tape.replays)):
@@ -965,6 +967,10 @@ class _OuterLoss(End):
             at = {**inside.leaves, **inside.statistics}
             yield Traced(at, {"g": value}, [*self.cut], leaves, binding.share, retain)
 
+    @property
+    def numbers(self) -> Sequence[Tensor]:
+        return self.value, torch.as_tensor(self.weight, dtype=torch.float64, device="cpu")
+
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         with self.traced(z, once=True) as traced:
             self.warn_of_buffers(traced.to["g"])
@@ -974,7 +980,7 @@ class _OuterLoss(End):
         """Record this loss, which is evaluated again when the sweep reaches its step."""
         recorded = RecordedLoss(self._k, Conditions(self._loop._binding))
         with self.traced(once=True):
-            recorded.note(self._here, (self._batch, self.weight), self.leaves)
+            recorded.note(self._here, (self._batch, self.weight), self.leaves, self._loop._binding)
         self._recorded = recorded
         return self
 
@@ -992,11 +998,7 @@ class _GivenLoss(End):
     def __init__(self, loop: Loop, loss: Tensor, weight: Value = 1.0) -> None:
         self._loop, self.weight, self._plain = loop, weight, loop._binding.total(loss)
         self._loss = self._plain if isinstance(weight, float) and weight == 1 else weight * self._plain
-
-    @property
-    def value(self) -> Tensor:
-        """The value of the loss, without its weight, over all ranks."""
-        return self._loop._binding.means_of_losses({"g": self._plain.detach()})["g"]
+        self.value = torch.zeros(())  # without the weight, over all ranks
 
     @contextmanager
     def traced(self, z: State | None = None) -> Generator[Traced]:
@@ -1019,6 +1021,8 @@ class _GivenLoss(End):
         if not (connected or (self._loss.requires_grad and not loop._tape.replays)):
             raise disconnected("loss=")
         self.leaves = leaves
+        self.value = binding.means_of_losses({"g": self._plain.detach()})["g"]
+        loop._monitor.record_loss(loop._k, "loss=", self.value, {})
         with loop._inside():
             yield Traced(at, {"g": self._loss}, [], leaves, binding.share)
 
@@ -1042,6 +1046,10 @@ class _TakenLoss(OuterLoss):
 
     def __init__(self, a: State, found: Gradients, leaves: Sequence[Tensor]) -> None:
         self._a, self._found, self.leaves = a, found, leaves
+
+    @property
+    def numbers(self) -> Sequence[Tensor]:
+        return *self._a.values(), *self._found.values()
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         for x in inputs or ():

@@ -137,6 +137,15 @@ class Recorded:
         """Return the error for a repetition with another result."""
         raise NotImplementedError
 
+    def _note_outer_variables(self, leaves: Iterable[Tensor], binding: Binding) -> None:
+        """Record the versions of outer variables, but not of parameters that blocks write to.
+
+        These are the parameters of blocks inside a loss, and those of this block. The latter are leaves, and stand for
+        w_0, where a loss uses what was computed from them before the block.
+        """
+        written = NESTED.union(map(id, binding.parameters.values()))
+        self._versions += [("an outer variable", x, x._version) for x in leaves if id(x) not in written]
+
     def _check_unchanged(self) -> None:
         for what, x, version in self._versions:
             if x._version != version:
@@ -176,13 +185,13 @@ class RecordedLoss(Recorded):
             f"bilevel.inner: {self.where}, evaluated again for the hypergradient, has another value. {_CHANGED}"
         )
 
-    def note(self, value: Tensor, batch: Any, leaves: Iterable[Tensor]) -> None:
+    def note(self, value: Tensor, batch: Any, leaves: Iterable[Tensor], binding: Binding) -> None:
         """Record the value of the loss and the tensors that it used, at the end of the evaluation."""
         assert self.conditions is not None
         self.conditions.end_of_call()
         self._values = (value.item() if value.device.type == "cpu" else value,)
         self._versions = [(_IN_BATCH["g"], x, x._version) for x in tensors_of(batch)]
-        self._versions += [("an outer variable", x, x._version) for x in leaves if id(x) not in NESTED]
+        self._note_outer_variables(leaves, binding)
 
     @contextmanager
     def repeating(self) -> Generator[None]:
@@ -307,8 +316,7 @@ class RecordedStep(Recorded):
         self._add_leaves(x for x in moved.leaves_of_update if id(x) not in cut)
         held = [t for t in self.step.terms if self.source is None or t.name != "h"]
         self._versions = [(_IN_BATCH[n], x, x._version) for n, _, batch in held for x in tensors_of(batch)]
-        # each evaluation of a block inside a loss writes to the parameters of the block, and restores them
-        self._versions += [("an outer variable", x, x._version) for x in self.leaves if id(x) not in NESTED]
+        self._note_outer_variables(self.leaves, binding)
 
     def _add_leaves(self, found: Iterable[Tensor]) -> None:
         known = {id(x) for x in self.leaves}

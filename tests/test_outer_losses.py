@@ -267,6 +267,63 @@ def test_a_tensor_of_the_batch_can_be_an_input() -> None:
         assert all(relative(mine, theirs) <= 1e-12 for mine, theirs in zip(other, grads[0], strict=False))
 
 
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_forward_counts_a_followed_tensor_of_the_batch_once(closed_over: bool) -> None:
+    grads = []
+    for of_engine in (lambda x: "unroll", lambda x: bilevel.Forward(wrt=[x])):
+        torch.manual_seed(0)
+        x, model = torch.randn(3, requires_grad=True).tanh(), nn.Linear(3, 1)
+        h = lambda m, y, x=x: m(x if closed_over else y).square().sum()
+        g = lambda m, y, x=x: (m(y) - 1).square().sum() + y.sum() + closed_over * x.prod()
+        with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=of_engine(x)) as loop:
+            for _ in range(3):
+                loop.step(x.detach() if closed_over else x)
+                loop.add_outer_loss(outer=(x,))
+            grads.append(loop.hypergrad(x, retain_graph=True))
+    assert relative(*grads) <= 1e-12
+
+
+@pytest.mark.parametrize("where", ["h", "g"])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_term_with_the_initial_weights_in_a_graph(where: str, added: bool) -> None:
+    """‖w − w_0‖², with w_0 in a graph that was made before the block: exact where graphs are kept, or refused."""
+    x, lam = torch.randn(4, 3), torch.tensor(0.3, requires_grad=True)
+    model = nn.Linear(3, 1, bias=False)
+
+    def losses(w_0: Tensor) -> tuple[Callable[[nn.Module], Tensor], ...]:
+        near = lambda m, here: 0.3 * (m.weight - w_0).square().sum() if where == here else 0.0
+        h = lambda m: (m(x) - lam).square().sum() + near(m, "h")
+        return h, lambda m: m(x).exp().sum() + near(m, "g")
+
+    def plain() -> float:
+        other, total = nn.Linear(3, 1, bias=False), 0.0
+        other.load_state_dict(model.state_dict())
+        sgd, (h, g) = torch.optim.SGD(other.parameters(), 0.05), losses(model.weight.detach().clone())
+        for k in range(3):
+            sgd.zero_grad()
+            h(other).backward()
+            sgd.step()
+            total += float(g(other).detach()) if added or k == 2 else 0.0
+        return total
+
+    def block(engine: Any, w_0: Tensor) -> list[Tensor]:
+        with bilevel.inner(model, *losses(w_0), solver="gd", lr=0.05, engine=engine) as loop:
+            for _ in range(3):
+                loop.step()
+                if added:
+                    loop.add_outer_loss()
+            return loop.hypergrad([lam, model.weight], retain_graph=True)
+
+    for engine in ("unroll", bilevel.Reverse(memory="1GiB"), bilevel.Reverse(memory="5kB")):
+        for y, grad in zip([lam, model.weight], block(engine, model.weight.clone()), strict=True):
+            v = torch.randn(y.shape)
+            assert float((grad * v).sum()) == pytest.approx(differences(plain, y, v), rel=1e-7)
+        with pytest.raises(RuntimeError, match=r"^bilevel.inner: a tensor that a graph needs was changed.*\.clone\(\)"):
+            block(engine, model.weight.square())  # which saves the weights themselves
+    with pytest.raises(ValueError, match=r"a loss uses a tensor that was computed from the weights .*'unroll'"):
+        block("reverse", model.weight.clone())
+
+
 def test_truncation_takes_losses_of_the_last_steps() -> None:
     """What lies before the last m steps is a constant: a loop of m steps from there; earlier losses are refused."""
     found = ridge_with(bilevel.Reverse(truncate=4), lambda k, loop: k in (2, 3, 6) and add(k, loop))
@@ -302,9 +359,9 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bilevel.RecordedStep, "check_end", stopping)
 
-    def solve(only: tuple[int, ...] = tuple(AT)) -> Tensor:
+    def solve(at: dict[int, float] = AT) -> Tensor:
         engine = bilevel.Reverse(checkpoint, store=tmp_path, resume=True, every=0.0)
-        return ridge_with(engine, lambda k, loop: k in only and add(k, loop))
+        return ridge_with(engine, lambda k, loop: k in at and loop.add_outer_loss(weight=at[k]))
 
     whole = solve()
     steps, most[0] = len(gone), 4
@@ -312,8 +369,10 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(Stop):
         solve()
     most[0] = 99
-    with pytest.raises(ValueError, match="the steps that have an outer loss differ"):
-        solve((3, 6))
+    with pytest.raises(ValueError, match=r"the steps that have an outer loss and .* differ"):
+        solve({k: AT[k] for k in (3, 6)})
+    with pytest.raises(ValueError, match="sweep: the values or weights of the outer losses differ"):
+        solve({**AT, 2: -0.5})
     gone.clear()
     assert torch.equal(solve(), whole)
     assert len(gone) == steps - 3
@@ -431,9 +490,29 @@ def test_a_loss_of_earlier_weights_is_refused_but_by_unroll(engine: str) -> None
         refused(ValueError, "from weights of an earlier step. .* each right after its step", between, engine)
 
 
+@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+def test_what_depends_on_the_weights_is_no_weight_or_batch(engine: str) -> None:
+    """A step or the loss would take it for a constant."""
+    ridge = Ridge.random()
+    h = lambda m: (ridge.h(m), m.w.exp())
+    g = lambda m, x: (m.w * x).sum()
+    with bilevel.inner(ridge.model(), h, g, solver="gd", lr=0.2, engine=engine) as loop:
+        aux = loop.step().aux
+        with pytest.raises(ValueError, match="a tensor in weight= was computed from the weights of this loop"):
+            loop.add_outer_loss(weight=loop.weights["w"].sum(), outer=1.0)
+        for wrong in (loop.add_outer_loss, lambda outer: loop.hypergrad(ridge.lam, outer=outer)):
+            with pytest.raises(ValueError, match="a tensor in outer= is what a loss of this loop returned"):
+                wrong(outer=aux)
+            if engine == "reverse":
+                with pytest.raises(TypeError, match="a batch holds an iterator"):
+                    wrong(outer=iter([1.0]))
+        loop.add_outer_loss(outer=aux.detach())
+
+
 @pytest.mark.parametrize("engine", ["reverse", "forward", "unroll"])
 @pytest.mark.parametrize("given", [False, True])
 def test_a_loss_that_is_not_finite_is_told_at_once(engine: str, given: bool) -> None:
+    """It is not added, so that a script that catches the error can go on."""
     ridge = Ridge.random()
     g = lambda m: m.w.square().sum() / (0.0 if len(steps) == 3 else 1.0)
     steps: list[int] = []
@@ -442,10 +521,12 @@ def test_a_loss_that_is_not_finite_is_told_at_once(engine: str, given: bool) -> 
             steps.append(1)
             loop.step()
             loop.add_outer_loss()
-        loop.hypergrad(ridge.lam)
+        before = loop.hypergrad(ridge.lam)
         steps.append(1)
         with pytest.raises(FloatingPointError, match=r"(g|loss=) is inf at step k = "):
-            loop.add_outer_loss(loss=loop.weights["w"].square().sum() / 0.0 if given else None)
+            loop.add_outer_loss(loss=loop.weights["w"].square().sum() + 1 / torch.zeros(()) if given else None)
+        steps.pop()
+        assert torch.equal(loop.hypergrad(ridge.lam), before)
 
 
 @pytest.mark.parametrize("engine", ["reverse", "unroll"])

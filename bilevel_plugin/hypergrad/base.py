@@ -21,6 +21,11 @@ class OuterLoss(ABC):
     leaves: Sequence[Tensor] = ()  # the outer variables that it uses directly; known after `pull`
     cut: Sequence[tuple[Tensor, Tensor]] = ()  # tensors of its batch that require grad, and the leaf in place of each
 
+    @property
+    def numbers(self) -> Sequence[Tensor]:
+        """Numbers by which a sweep that is resumed is told from another one."""
+        return ()
+
     @abstractmethod
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         """Return ∇_z of the loss, and add its direct gradient for `inputs` (None: for every leaf) to the sums."""

@@ -120,7 +120,9 @@ class _ForwardTape(Tape):
     def add_loss(self, loss: End) -> None:
         a = loss.pull(None, self._direct)
         if behind := [x for x in self._options.wrt or () if not x.is_leaf]:  # the call above is for leaves only
-            loss.pull(behind, self._direct)
+            loss.pull(behind, more := Gradients())  # what it finds for cut tensors is known
+            for tensor, grad in more.direct.values():
+                self._direct.add(self._direct.direct, tensor, grad)
         for key, tangent in self._tangents.items():
             if (along := _dot(a, tangent)) is not None:
                 self._through[key] = self._through[key] + along if key in self._through else along

@@ -543,6 +543,9 @@ class _ReverseTape(Tape):
             "the weights after the last step": checksum(self._last.values()),
             "the outer loss": checksum([*a.values(), *found.values()]),
             "the steps that have an outer loss": str(sorted(losses)),
+            "the values or weights of the outer losses": checksum(
+                x for at in losses.values() for loss in at for x in loss.numbers
+            ),
         }
         return Journal(self._options.store, about, self._options.every)
 
