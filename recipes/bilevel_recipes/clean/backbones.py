@@ -150,9 +150,9 @@ def _read(file: Path) -> dict[str, Tensor]:
         found = torch.load(file, map_location="cpu", weights_only=True)
     except ImportError:
         raise
-    except Exception as error:  # both readers raise a dozen kinds on what is damaged
+    except Exception as error:  # both readers raise a dozen kinds on what is damaged, some with bad advice
         raise ValueError(
-            f"bilevel-clean: {file} can't be read as weights ({str(error).splitlines()[0]}); write it with "
+            f"bilevel-clean: {file} can't be read as weights: it is damaged, or holds more than tensors; write it with "
             "torch.save(model.state_dict(), FILE)."
         ) from error
     if isinstance(found, dict):

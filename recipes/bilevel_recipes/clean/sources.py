@@ -157,11 +157,21 @@ def _read_parquet(path: Path) -> pd.DataFrame:
 
 
 def images_below(folder: Path, without: Path | None = None) -> tuple[list[str], int]:
-    """Return the sorted relative paths of the images in the folder, and the number of other files."""
+    """Return the sorted relative paths of the images in the folder, and the number of other files.
+
+    Links to folders are followed; a folder is read once, so that links may go in circles.
+    """
     images: list[str] = []
     others = 0
-    for home, folders, files in os.walk(folder):
-        folders[:] = [f for f in folders if not f.startswith(".") and (without is None or Path(home, f) != without)]
+    known = {os.path.realpath(folder)}
+    for home, folders, files in os.walk(folder, followlinks=True):
+        wanted = [f for f in folders if not f.startswith(".") and (without is None or Path(home, f) != without)]
+        folders.clear()
+        for name in sorted(wanted, key=lambda f: (Path(home, f).is_symlink(), f)):
+            real = os.path.realpath(Path(home, name))
+            if real not in known:
+                known.add(real)
+                folders.append(name)
         visible = [f for f in files if not f.startswith(".")]
         found = [f for f in visible if os.path.splitext(f)[1].lower() in SUFFIXES]
         images += [Path(home, f).relative_to(folder).as_posix() for f in found]
@@ -169,11 +179,9 @@ def images_below(folder: Path, without: Path | None = None) -> tuple[list[str], 
     return sorted(images), others
 
 
-def _image_folder(folder: Path, verified: Path | None) -> Source:
-    """Read the names of the images. The first folder of a path is the label."""
-    home = Path(os.path.abspath(folder))
-    second = None if verified is None else Path(os.path.abspath(verified))
-    files, others = images_below(home, second)
+def images_of_classes(folder: Path, without: Path | None = None) -> tuple[list[str], int]:
+    """Return the same as `images_below`, for a folder with one folder for each class."""
+    files, others = images_below(Path(os.path.abspath(folder)), without)
     if not files:
         raise ValueError(f"bilevel-clean: the folder {folder} has no images; give one with a folder for each class.")
     top = {file.split("/")[0] for file in files if "/" in file}
@@ -182,6 +190,14 @@ def _image_folder(folder: Path, verified: Path | None) -> Source:
             f"bilevel-clean: the folders in {folder} are {', '.join(sorted(top))}, which are splits and not classes; "
             f"give one of them, such as {folder / sorted(top)[0]}."
         )
+    return files, others
+
+
+def _image_folder(folder: Path, verified: Path | None) -> Source:
+    """Read the names of the images. The first folder of a path is the label."""
+    home = Path(os.path.abspath(folder))
+    second = None if verified is None else Path(os.path.abspath(verified))
+    files, others = images_of_classes(folder, second)
     table = pd.DataFrame({"file": files, "label": _classes_of(files)})
     source = Source(home.name, table, home, names=files, image="file", cells=[home / file for file in files])
     source.unlabelled = "no label: the image is not in the folder of a class"
