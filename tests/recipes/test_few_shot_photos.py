@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from bilevel_recipes.few_shot import Episodes, Images, load_encoder, photos
 from bilevel_recipes.few_shot.__main__ import main, parse
 from bilevel_recipes.few_shot.augment import Augment
 from bilevel_recipes.few_shot.collection import labelled, look, read, resize, unlabelled
-from bilevel_recipes.few_shot.encoder import Encoder, Head, Spec, build_body, save_encoder
+from bilevel_recipes.few_shot.encoder import Encoder, Head, Spec, build_body, check_size, save_encoder
 from bilevel_recipes.few_shot.photos import gather, split_classes
 from bilevel_recipes.few_shot.sources import Part
 
@@ -115,6 +116,9 @@ def test_weights_of_another_architecture_are_refused(run: Path, tmp_path: Path) 
         ({"head": {"rates": [float("nan")], "ways": 5}}, "finite"),
         ({"head": {"rates": [0.4], "ways": 5, "features": "flat"}}, "features are one of sphere"),
         ({"surplus": 1}, "surplus"),
+        ({"architecture": None}, "architecture is None"),
+        ({"height": True}, "height, width and channels"),
+        ({"head": {"rates": [0.4], "ways": 5.5}}, "ways are 5.5"),
         ({"mean": None}, "does not describe an encoder"),
     ],
 )
@@ -194,7 +198,46 @@ def test_unreadable_pictures_are_listed_and_left_out(tmp_path: Path) -> None:
     assert x.shape == (6, 21, 21, 3)
     assert usable.names == [f"{label}/{i}.png" for label in "ab" for i in range(3)]
     assert [name for name, _ in usable.skipped] == ["loose.png", "a/broken.png"]
-    assert any("1 files of the folder are not images" in words for words in usable.warnings)
+    assert any("that were left out: 1. Pictures are files that end in .bmp" in words for words in usable.warnings)
+
+
+def test_folders_behind_links_are_read_and_circles_end(tmp_path: Path) -> None:
+    for name in ("photos/a", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+        Image.fromarray(noise(9, 9)).save(tmp_path / name / "1.png")
+    (tmp_path / "photos" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "photos" / "a" / "round").symlink_to(tmp_path / "photos")
+    assert labelled(tmp_path / "photos").names == unlabelled(tmp_path / "photos").names == ["a/1.png", "b/1.png"]
+    assert labelled(tmp_path / "photos").labels == ["a", "b"]
+
+
+def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
+    for name in ("a", "b", "nothing", ".hidden"):
+        (tmp_path / name).mkdir()
+    for name in "ab":
+        Image.fromarray(noise(9, 9)).save(tmp_path / name / "1.png")
+    assert labelled(tmp_path).warnings == [f"These folders of {tmp_path} have no pictures: nothing."]
+
+
+def test_a_picture_is_used_once_and_not_at_all_if_two_classes_have_it(tmp_path: Path) -> None:
+    """Otherwise a class for training and one for test, or a task's two sets, could share it."""
+    shared = noise(20, 30, 3)
+    for label in "abc":
+        (tmp_path / label).mkdir()
+        for i in range(3):
+            Image.fromarray(noise(20, 30, 3, seed=10 * ord(label) + i)).save(tmp_path / label / f"{i}.png")
+    Image.fromarray(shared).save(tmp_path / "a" / "shared.bmp")
+    Image.fromarray(shared).save(tmp_path / "b" / "shared.png")  # other bytes, the same picture
+    shutil.copy(tmp_path / "c" / "1.png", tmp_path / "c" / "again.png")
+    found = gather(parse([str(tmp_path), "--quiet"]))
+    assert found.files.names == [f"{label}/{i}.png" for label in "abc" for i in range(3)]
+    assert found.classes["train"] == {"a": 3, "b": 3, "c": 3}
+    assert sum(images.items for images in found.images.values()) == 9 * 4  # with their turns
+    assert found.files.skipped == [
+        ("a/shared.bmp", "the same picture is in the class b, as b/shared.png"),
+        ("b/shared.png", "the same picture is in the class a, as a/shared.bmp"),
+        ("c/again.png", "the same picture as c/1.png"),
+    ]
 
 
 def test_large_photographs_are_reduced_to_84_pixels_unless_told_otherwise(tmp_path: Path) -> None:
@@ -254,8 +297,9 @@ def test_a_stopped_training_goes_on_to_the_same_encoder(
 
 def test_the_encoder_of_the_best_validation_step_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_digits(tmp_path / "photos", range(10), 4)
+    others = write_digits(tmp_path / "others", range(2), 4, begin=4)
     for c in (0, 1):  # twelve classes, so that two are for validation
-        shutil.copytree(tmp_path / "photos" / f"digit {c}", tmp_path / "photos" / f"copy {c}")
+        shutil.copytree(others / f"digit {c}", tmp_path / "photos" / f"other {c}")
     real, seen = photos._measure, []
 
     def measured(m, part, c, head, tasks=None):
@@ -317,6 +361,14 @@ def test_bad_input_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytes
     assert "is neither a folder nor a .csv file; give a folder" in fails(capsys, tmp_path / "text.txt")
     (tmp_path / "wrong.csv").write_text("path,label\na.png,x\n")
     assert "has no column file; its columns are path, label" in fails(capsys, tmp_path / "wrong.csv")
+    (tmp_path / "bars.csv").write_text("file|label\na.png|x\n")
+    assert "Cells are separated by commas or semicolons in a .csv" in fails(capsys, tmp_path / "bars.csv")
+    (tmp_path / "short.csv").write_text("file,label\n")
+    assert "short.csv has no class" in fails(capsys, tmp_path / "short.csv", "--root", folder)
+    (tmp_path / "ragged.csv").write_text("file,label\na.png,x\na.png,x,y\n")
+    assert "as many cells in each line" in fails(capsys, tmp_path / "ragged.csv")
+    error = fails(capsys, folder, "--out", tmp_path / "text.txt" / "run")
+    assert "text.txt is a file; give another --out" in error
     write_digits(tmp_path / "one", range(1), 3)
     assert "has one class, digit 0; at least two are needed" in fails(capsys, tmp_path / "one")
     write_digits(tmp_path / "tiny", range(3), 1)
@@ -358,10 +410,40 @@ def test_flags_that_can_not_be_met(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_returns_more_in_training_is_refused_and_its_statistics_are_kept() -> None:
+    """As GoogLeNet does, with its auxiliary classifiers."""
+
+    class Two(torch.nn.BatchNorm2d):
+        def forward(self, x: torch.Tensor) -> Any:
+            return (super().forward(x + 5), x) if self.training else x
+
+    model = Two(3)
+    check_size(model, "two", (3, 8, 8))
+    with pytest.raises(ValueError, match=r"two can't take .* it returns tuple instead of features"):
+        check_size(model, "two", (3, 8, 8), train=True)
+    assert torch.equal(model.running_mean, torch.zeros(3))
+
+
+def test_a_pickled_model_is_refused_in_plain_words(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(build_body("torchvision:resnet18", (3, 32, 32)), tmp_path / "whole.pth")
+    flags = ["--encoder", "torchvision:resnet18", "--weights", tmp_path / "whole.pth"]
+    error = fails(capsys, folder, *flags, "--out", tmp_path / "out")
+    assert "holds more than tensors; write it with torch.save(model.state_dict(), FILE)" in error
+    assert "weights_only" not in error
+
+
+def test_a_task_of_one_class_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder), "--ways", "1"])
+    assert "it must be at least 2; got 1" in capsys.readouterr().err
+
+
 def test_small_classes_are_left_out_and_named(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "photos")
     (tmp_path / "photos" / "rare").mkdir()
-    shutil.copy(next((folder / "digit 0").glob("*.png")), tmp_path / "photos" / "rare" / "only.png")
+    Image.fromarray(noise(8, 8)).save(tmp_path / "photos" / "rare" / "only.png")
     found = gather(parse([str(tmp_path / "photos"), "--quiet"]))
     assert found.files.skipped == [("rare/only.png", "its class has no more than 1 pictures that can be used")]
     assert "rare" not in {name for part in found.classes.values() for name in part}

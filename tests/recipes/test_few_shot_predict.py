@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from photo_folders import fails, noise, write_digits
 from PIL import Image
 
 from bilevel_recipes import on_page
-from bilevel_recipes.few_shot import page
+from bilevel_recipes.few_shot import load_encoder, page
 from bilevel_recipes.few_shot.__main__ import main, parse
 from bilevel_recipes.few_shot.encoder import Spec, build_body, save_encoder
 from bilevel_recipes.few_shot.heads import DEFAULT, Head, learn_rates, leave_one_out, probabilities
@@ -211,6 +213,80 @@ def test_bad_input_gets_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_queries_that_are_in_the_support_set_and_classes_without_a_picture_are_named(
+    sets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    support = shutil.copytree(sets[0], tmp_path / "support")
+    (support / "lost").mkdir()
+    (support / "lost" / "x.png").write_bytes(b"?")
+    again = next((support / "digit 7").glob("*.png"))
+    shutil.copy(again, support / "digit 7" / "again.png")  # it would recognise its copy when that is left out
+    (tmp_path / "query").mkdir()
+    shutil.copy(again, tmp_path / "query" / "known.png")
+    Image.fromarray(noise(8, 8)).save(tmp_path / "query" / "new.png")
+    out = tmp_path / "out"
+    assert main(["predict", "patches", str(support), str(tmp_path / "query"), "--out", str(out), "--quiet"]) == 0
+    words = ["No picture is recognised as lost: no support picture of that class can be used.",
+             "1 query pictures are also in the support set, and show nothing about other pictures; the first is "
+             "known.png."]  # fmt: skip
+    printed = capsys.readouterr().out
+    assert all(part in printed and part in (out / "predictions.html").read_text() for part in words)
+    assert "digit 7/again.png: the same picture as" in printed
+    assert re.search(r"\(\d+ of 15\)", printed)
+    assert "Learnt from 6" not in (out / "predictions.html").read_text()
+
+
+def test_a_table_of_files_elsewhere_needs_root(
+    sets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted(file.relative_to(sets[0]).as_posix() for file in sets[0].glob("*/*.png"))
+    (tmp_path / "list.csv").write_text("\n".join(["file;label", *(f"{f};{f.split('/')[0]}" for f in files)]))
+    command = ["predict", "patches", tmp_path / "list.csv", sets[1], "--out", tmp_path / "out"]
+    assert "none of the 15 pictures" in fails(capsys, *command)
+    (tmp_path / "absolute.csv").write_text(f"file,label\n{sets[0] / files[0]},a\n{sets[0] / files[-1]},b\n")
+    assert "is not in the folder" in (error := fails(capsys, *command[:2], tmp_path / "absolute.csv", *command[3:]))
+    assert "give --root" in error
+    assert main([*map(str, command), "--root", str(sets[0]), "--quiet"]) == 0
+    assert accuracy(predictions(tmp_path / "out")) > 0.8
+
+
+def test_the_other_queries_do_not_change_a_prediction(sets: tuple[Path, Path], tmp_path: Path) -> None:
+    save_encoder(tmp_path, build_body("conv4", (1, 8, 8)), Spec("conv4", 8, 8, 1, [80.0], [95.0], DEFAULT))
+    found: list[list[dict[str, str]]] = []
+    for k, query in enumerate((sets[1], sets[1] / "digit 9")):
+        command = ["predict", str(tmp_path), str(sets[0]), str(query), "--out", str(tmp_path / str(k)), "--quiet"]
+        assert main(command) == 0
+        found.append(predictions(tmp_path / str(k)))
+    assert len(found[1]) == 10
+    both = zip([row for row in found[0] if row["file"].startswith("digit 9/")], found[1], strict=True)
+    for many, few in both:
+        assert many["file"] == f"digit 9/{few['file']}"
+        assert many["class"] == few["class"]
+        assert float(many["probability"]) == pytest.approx(float(few["probability"]), abs=1e-4)
+
+
+def test_names_that_are_no_utf_8_or_would_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = os.fsencode(tmp_path)
+    try:
+        for c in range(4):
+            os.makedirs(home + b"/photos/caf\xe9 %d" % c)
+            for i in range(3):
+                Image.fromarray(noise(8, 8, seed=10 * c + i)).save(tmp_path / "one.png")
+                shutil.move(tmp_path / "one.png", home + b"/photos/caf\xe9 %d/\x1b[2J\n%d.png" % (c, i))
+    except OSError:
+        pytest.skip("this file system has no such names")
+    photos, run, out = tmp_path / "photos", tmp_path / "run", tmp_path / "out"
+    assert main([str(photos), "--out", str(run), "--outer-steps", "1", "--test-tasks", "2", "--quiet"]) == 0
+    classes = load_encoder(run).spec.about["classes"]
+    assert sorted([*classes["train"], *classes["test"]]) == [f"caf\udce9 {c}" for c in range(4)]
+    assert main(["predict", str(run), str(photos), str(photos), "--out", str(out), "--quiet"]) == 0
+    printed = capsys.readouterr().out
+    assert "caf\\udce9 0/\\x1b[2J\\n0.png" in printed
+    assert "\x1b" not in printed
+    assert {row["class"] for row in predictions(out)} <= {f"caf\\udce9 {c}" for c in range(4)}
+    assert {row["file"] for row in predictions(out)} >= {"caf\\udce9 0/\x1b[2J\n0.png"}
+
+
 def test_weights_that_give_no_numbers_are_refused(
     sets: tuple[Path, Path], weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,14 +313,31 @@ def test_the_lines_of_the_docs_load_an_encoder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_help_and_misspelt_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv, words in ((["predict", "--help"], "predict patches"), (["photos", "--help"], "--frozen")):
+    for argv, words in (
+        (["predict", "--help"], ["predict patches", "ENCODER SUPPORT QUERY", "A folder of pictures to recognise"]),
+        (["photos", "--help"], ["--frozen", "bilevel-fewshot [-h] [OPTIONS] PHOTOS", "PHOTOS          A folder"]),
+    ):
         with pytest.raises(SystemExit, match="0"):
             main(argv)
-        assert words in capsys.readouterr().out
+        found = capsys.readouterr().out
+        assert all(part in found for part in words)
     with pytest.raises(SystemExit, match="2"):
         main(["predict", "patches", "a", "b", "--weihgts", "c"])
     assert "--weights" in capsys.readouterr().err
     assert parse(["predict", "patches", "a", "b"]).query == Path("b")
+
+
+def test_the_program_is_for_pictures_of_ones_own_and_takes_flags_first(
+    sets: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in ([], ["--help"], ["-h"]):
+        monkeypatch.setattr(sys, "argv", ["bilevel-fewshot", *words])
+        with pytest.raises(SystemExit, match="0"):
+            main()
+        assert "PHOTOS          A folder" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["bilevel-fewshot", "--out", str(tmp_path / "out"), str(tmp_path / "nowhere")])
+    assert main() == 2
+    assert "nowhere does not exist" in capsys.readouterr().err
 
 
 # --- the page --------------------------------------------------------------------------------------------------

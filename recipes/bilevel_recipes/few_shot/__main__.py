@@ -1,7 +1,7 @@
 """Train encoders for few-shot tasks, compare solvers, write a report.
 
-`bilevel-fewshot PHOTOS` trains one on a folder of one's own, `bilevel-fewshot predict RUN SUPPORT QUERY` recognises new
-classes; each has a --help of its own. Without a folder, the flags below are for studies on public data sets.
+The flags below are for studies on public data sets. `bilevel-fewshot PHOTOS` trains one on a folder of one's own, and
+`bilevel-fewshot predict RUN SUPPORT QUERY` recognises new classes; each has a --help of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ OWN = """examples:
   bilevel-fewshot list.csv --root photos                  a CSV file with the columns file and label
   bilevel-fewshot photos --encoder torchvision:resnet18 --weights resnet18.pth --frozen      in seconds
   bilevel-fewshot predict runs/photos support query       then: new classes from a few pictures of each
+  bilevel-fewshot predict --help                          the flags of the second command
+  python -m bilevel_recipes.few_shot --help               studies on public data sets
 """
 
 PREDICT = """examples:
@@ -93,24 +95,34 @@ def parse(argv: Sequence[str]) -> Any:
     """Read the command line of a study, of PHOTOS, or of predict; leave with code 2 where a flag is misspelt."""
     if not argv or argv[0].startswith("-"):
         return command.parse(RECIPE, argv)
-    words, kind, prog, text = (argv, photos.Command, "bilevel-fewshot", f"{photos.__doc__}\n{OWN}")
-    if argv[0] == "predict":
-        words, kind, prog, text = argv[1:], predict.Command, "bilevel-fewshot predict", f"{predict.__doc__}\n{PREDICT}"
+    return _parse_own(argv)
+
+
+def _parse_own(argv: Sequence[str]) -> Any:
+    """Read the command line of PHOTOS, or of predict."""
+    words, kind, prog, about, examples = argv, photos.Command, "bilevel-fewshot", photos.__doc__, OWN
+    if argv[:1] == ["predict"]:
+        words, kind, prog, about, examples = argv[1:], predict.Command, f"{prog} predict", predict.__doc__, PREDICT
+    if {"-h", "--help"} & set(words):
+        words = ["--help"]  # tyro leaves arguments that are given out of its help
     style = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    description = text.partition(": ")[2]
-    return tyro.cli(kind, prog=prog, description=description[0].upper() + description[1:], args=words, config=style)
+    sentence = (about or "").partition(": ")[2]
+    description = f"{sentence[:1].upper()}{sentence[1:]}\n\n{examples}"
+    return tyro.cli(kind, prog=prog, description=description, args=words, config=style)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if not argv or argv[0].startswith("-"):
+    """Run a study, PHOTOS or predict. Without argv, it is the program bilevel-fewshot, which has no studies."""
+    if argv is not None and (not argv or argv[0].startswith("-")):
         return command.main(RECIPE, argv)
-    chosen = parse(argv)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    chosen = _parse_own(argv or ["--help"])
     keep_memory()
     try:
-        print(predict.run(chosen, argv[1:]) if argv[0] == "predict" else photos.run(chosen, argv))
+        _say(predict.run(chosen, argv[1:]) if argv[0] == "predict" else photos.run(chosen, argv))
     except KeyboardInterrupt:
-        print("\nbilevel-fewshot: stopped. A training goes on with --resume.", file=sys.stderr)
+        hint = "" if argv[0] == "predict" else " The same command with --resume goes on with the training."
+        print(f"\nbilevel-fewshot: stopped.{hint}", file=sys.stderr)
         return 130
     except (ValueError, OSError, ImportError, FloatingPointError) as error:
         hint = " Choose a smaller --eta." if isinstance(error, FloatingPointError) else ""
@@ -119,5 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _say(text: str) -> None:
+    """Print a text, also where the terminal has not all of its characters."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

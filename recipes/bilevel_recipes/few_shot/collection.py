@@ -5,11 +5,13 @@ Pictures are read in chunks and reduced at once, so that a large collection fits
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from ..clean.pictures import Picture, read_pictures
-from ..clean.sources import images_below, open_source
+from ..clean.pictures import SUFFIXES, Picture, read_pictures
+from ..clean.sources import images_below, images_of_classes, open_source
 from ..on_page import is_grey
 
 LARGEST = 84  # the default of the largest side in pixels, as in MiniImageNet's usual protocol
 _SAMPLED = 200  # the number of pictures by which size and colour are chosen
 _CHUNK = 128
+_SUFFIXES = ", ".join(sorted(SUFFIXES))
 _PREFIX = re.compile(r"^(bilevel-\w+|recipes[.\w]*): ")
 
 
@@ -33,6 +36,7 @@ class Files:
     """Pictures on disk. names: as the user calls them. labels: the class of each, by name; empty where unknown.
 
     skipped: name and reason of what can't be used. warnings: a sentence for each thing that is probably not meant.
+    digests: a checksum of each picture, once it was read; pictures that look the same have the same.
     """
 
     home: Path
@@ -40,6 +44,7 @@ class Files:
     labels: list[str]
     skipped: list[tuple[str, str]]
     warnings: list[str]
+    digests: list[bytes] = field(default_factory=list[bytes])
 
     @property
     def cells(self) -> list[Path]:
@@ -62,12 +67,13 @@ def own_prefix() -> Generator[None]:
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        raise type(error)(f"bilevel-fewshot: {without_prefix(error)}") from error
+        kind = ValueError if isinstance(error, UnicodeError) else type(error)  # that one wants five arguments
+        raise kind(f"bilevel-fewshot: {without_prefix(error)}") from error
 
 
 def without_prefix(error: Exception) -> str:
     """Return the sentence of an error without the name of the part that raised it."""
-    return _PREFIX.sub("", str(error))
+    return _PREFIX.sub("", str(error).replace("\n", " "))
 
 
 def labelled(path: Path, root: Path | None = None) -> Files:
@@ -84,20 +90,38 @@ def labelled(path: Path, root: Path | None = None) -> Files:
     if root is not None and (path.is_dir() or not root.is_dir()):
         why = "goes with a CSV file, and the pictures are in a folder" if path.is_dir() else "is not a folder"
         raise ValueError(f"bilevel-fewshot: --root {root} {why}; leave it out, or correct it.")
+    return _in_folders(path) if path.is_dir() else _listed(path, root)
+
+
+def _in_folders(folder: Path) -> Files:
+    home = Path(os.path.abspath(folder))
+    with own_prefix():
+        names, others = images_of_classes(folder)
+    classes = {name.split("/")[0] for name in names if "/" in name}
+    folders = {f.name for f in home.iterdir() if f.is_dir() and not f.name.startswith(".")}
+    empty = sorted(folders - classes)
+    warnings = [_left_out(others, folder)] if others else []
+    warnings += [f"These folders of {folder} have no pictures: {', '.join(map(printable, empty))}."] if empty else []
+    loose = [(name, "it is not in the folder of a class") for name in names if "/" not in name]
+    names = [name for name in names if "/" in name]
+    return Files(home, names, [name.split("/")[0] for name in names], loose, warnings)
+
+
+def _listed(path: Path, root: Path | None) -> Files:
     with own_prefix():
         source = open_source(path, ["file", "label"], None)
     missing = [name for name in ("file", "label") if name not in source.table.columns]
     if missing:
         raise ValueError(
             f"bilevel-fewshot: {path} has no column {' and no column '.join(missing)}; its columns are "
-            f"{', '.join(map(str, source.table.columns))}. Rename them, or give another file."
+            f"{', '.join(map(str, source.table.columns))}. Rename them, or give another file. Cells are separated by "
+            "commas or semicolons in a .csv file, and by tabs in a .tsv file."
         )
     files = [str(cell) for cell in source.table["file"]]
     labels = ["" if not isinstance(cell, str) else cell.strip() for cell in source.table["label"]]
     home = Path(os.path.abspath(root or source.folder))
-    why = "it is not in the folder of a class" if path.is_dir() else "it has no label"
     keep = [i for i, label in enumerate(labels) if label]
-    skipped = [(files[i], why) for i, label in enumerate(labels) if not label]
+    skipped = [(files[i], "it has no label") for i, label in enumerate(labels) if not label]
     return Files(home, [files[i] for i in keep], [labels[i] for i in keep], skipped, source.warnings)
 
 
@@ -110,9 +134,15 @@ def unlabelled(path: Path) -> Files:
         raise FileNotFoundError(f"bilevel-fewshot: {path} does not exist; give a folder of pictures, or one picture.")
     names, others = images_below(home)
     if not names:
-        raise ValueError(f"bilevel-fewshot: the folder {path} has no pictures; give one that has.")
-    warnings = [f"{others} files of {path} are not images by their suffix and were left out."] if others else []
+        raise ValueError(
+            f"bilevel-fewshot: the folder {path} has no pictures; give one with files that end in {_SUFFIXES}."
+        )
+    warnings = [_left_out(others, path)] if others else []
     return Files(home, names, [""] * len(names), [], warnings)
+
+
+def _left_out(others: int, folder: Path) -> str:
+    return f"Files of {folder} that were left out: {others}. Pictures are files that end in {_SUFFIXES}."
 
 
 def read(files: Files, each: Callable[[list[Picture]], NDArray[Any]], quiet: bool = True) -> tuple[NDArray[Any], Files]:
@@ -122,28 +152,68 @@ def read(files: Files, each: Callable[[list[Picture]], NDArray[Any]], quiet: boo
     """
     parts: list[NDArray[Any]] = []
     kept: list[int] = []
+    digests: list[bytes] = []
     cells = files.cells
     skipped = list(files.skipped)
     for start in tqdm(range(0, len(cells), _CHUNK), "pictures", disable=quiet, unit="chunk", leave=False):
         found, reasons = read_pictures(cells[start : start + _CHUNK], files.home, quiet=True)
-        skipped += [(files.names[start + i], why) for i, why in reasons.items()]
+        skipped += [(files.names[start + i], why.replace("give root", "give --root")) for i, why in reasons.items()]
         good = [i for i, picture in enumerate(found) if picture is not None]
         kept += [start + i for i in good]
-        if good:
-            parts.append(each([found[i] for i in good]))  # pyright: ignore[reportArgumentType]
+        pictures = [picture for picture in found if picture is not None]
+        digests += map(_digest, pictures)
+        if pictures:
+            parts.append(each(pictures))
     if not kept:
         first = f" The first: {skipped[0][0]}: {skipped[0][1]}." if skipped else ""
         raise ValueError(
             f"bilevel-fewshot: none of the {len(skipped)} pictures in {files.home} can be used.{first} Give pictures "
             "that open."
         )
-    return np.concatenate(parts), chosen(files, kept, skipped)
+    return np.concatenate(parts), replace(chosen(files, kept, skipped), digests=digests)
+
+
+def _digest(picture: Picture) -> bytes:
+    return hashlib.sha256(repr(picture.shape).encode() + picture.tobytes()).digest()
 
 
 def chosen(files: Files, rows: Sequence[int], skipped: list[tuple[str, str]]) -> Files:
     """Return these files, with the skipped ones."""
     names, labels = ([part[i] for i in rows] for part in (files.names, files.labels))
-    return Files(files.home, names, labels, skipped, files.warnings)
+    digests = [files.digests[i] for i in rows] if files.digests else []
+    return Files(files.home, names, labels, skipped, files.warnings, digests)
+
+
+def without_copies(files: Files) -> tuple[list[int], Files]:
+    """Return which pictures to use, and the files without the others: of several that look the same, the first.
+
+    If they are in several classes, none: one of the labels is wrong, and a picture for training must not be in a test.
+    """
+    groups: dict[bytes, list[int]] = defaultdict(list)
+    for i, digest in enumerate(files.digests):
+        groups[digest].append(i)
+    why: dict[int, str] = {}
+    for rows in groups.values():
+        for i in rows[1:]:
+            why[i] = f"the same picture as {files.names[rows[0]]}"
+        if len({files.labels[i] for i in rows}) > 1:
+            for i in rows:
+                other = next(j for j in rows if files.labels[j] != files.labels[i])
+                why[i] = f"the same picture is in the class {files.labels[other]}, as {files.names[other]}"
+    rows = [i for i in range(len(files.names)) if i not in why]
+    return rows, chosen(files, rows, [*files.skipped, *((files.names[i], text) for i, text in sorted(why.items()))])
+
+
+def refuse_file(out: Path) -> None:
+    """Refuse a folder for results that can't be made, before anything is computed."""
+    file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+    if file is not None:
+        raise ValueError(f"bilevel-fewshot: the results can't go to {out}: {file} is a file; give another --out.")
+
+
+def printable(text: str) -> str:
+    """Return a name as one line of a terminal: what can't be printed is escaped."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def look(files: Files, size: int = 0, largest: int = LARGEST) -> Look:
@@ -171,10 +241,11 @@ def resize(pictures: Sequence[Picture], to: Look) -> NDArray[np.uint8]:
     return np.stack([np.asarray(i if i.size == size else i.resize(size, Image.Resampling.BILINEAR)) for i in images])
 
 
-def skipped_text(skipped: Sequence[tuple[str, str]], most: int = 20) -> str:
+def skipped_text(files: Files, most: int = 20) -> str:
     """Return the pictures that were skipped with the reasons, each in a line; nothing if there are none."""
+    skipped = files.skipped
     if not skipped:
         return ""
-    lines = [f"  {name}: {why}" for name, why in skipped[:most]]
+    lines = [f"  {printable(name)}: {printable(why)}" for name, why in skipped[:most]]
     rest = [f"  and {len(skipped) - most} more"] if len(skipped) > most else []
-    return "\n".join([f"Skipped pictures ({len(skipped)}):", *lines, *rest])
+    return "\n".join([f"Skipped pictures of {printable(files.home.name)} ({len(skipped)}):", *lines, *rest])

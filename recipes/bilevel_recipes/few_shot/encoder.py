@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Sequence
@@ -117,16 +118,22 @@ def build_body(name: str, shape: tuple[int, int, int], seed: int = 0) -> nn.Modu
     return body
 
 
-def check_size(body: nn.Module, name: str, shape: tuple[int, int, int]) -> None:
-    """Refuse a size or a number of colours that the model can't take."""
+def check_size(body: nn.Module, name: str, shape: tuple[int, int, int], train: bool = False) -> None:
+    """Refuse a size or a number of colours that the model can't take, and with `train` also one that can't be trained.
+
+    In training, some models return more than features, and need larger images for that.
+    """
     training = body.training
+    model = copy.deepcopy(body) if train else body  # in training, BatchNorm's statistics would change
     try:
         with torch.no_grad():
-            body.eval()(torch.zeros(1, *shape))
+            found = model.train(train)(torch.zeros(2, *shape))
+        if not isinstance(found, Tensor):
+            raise ValueError(f"in training, it returns {type(found).__name__} instead of features")
     except (RuntimeError, AssertionError, ValueError) as error:
         raise ValueError(
             f"bilevel-fewshot: {name} can't take images of {shape[1]} × {shape[2]} pixels with {shape[0]} colours "
-            f"({str(error).splitlines()[0]}); choose another --image-size."
+            f"({str(error).splitlines()[0]}); choose another --image-size or model."
         ) from error
     finally:
         body.train(training)
@@ -139,7 +146,8 @@ def save_encoder(folder: Path, body: nn.Module, spec: Spec) -> None:
     content = save({name: value.detach().cpu().contiguous() for name, value in body.state_dict().items()})
     runs.write(folder / WEIGHTS, content)
     about = {"format": FORMAT, "sha256": hashlib.sha256(content).hexdigest(), **asdict(spec)}
-    runs.write_text(folder / ABOUT, json.dumps(about, indent=1, ensure_ascii=False) + "\n")
+    text = json.dumps(about, indent=1, ensure_ascii=False) + "\n"
+    runs.write(folder / ABOUT, text.encode("utf-8", "backslashreplace"))  # \udcff in a file name stays JSON
 
 
 def load_encoder(run: str | Path) -> Encoder:
@@ -193,9 +201,13 @@ def _read_spec(file: Path) -> tuple[Spec, str]:
 def _check(spec: Spec) -> None:
     """Refuse values that would silently give wrong features, or use up the memory."""
     prepare(spec.head.features)
+    if not isinstance(spec.architecture, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"architecture is {spec.architecture!r}")
     sizes = (spec.height, spec.width, spec.channels)
-    if not all(isinstance(n, int) and 1 <= n <= 4096 for n in sizes) or spec.channels not in (1, 3):
+    if not all(type(n) is int and 1 <= n <= 4096 for n in sizes) or spec.channels not in (1, 3):
         raise ValueError(f"height, width and channels are {sizes}")
+    if type(spec.head.ways) is not int:
+        raise ValueError(f"ways are {spec.head.ways!r}")
     numbers = [*spec.mean, *spec.deviation, *spec.head.rates, spec.head.decay]
     if len(spec.mean) != spec.channels or len(spec.deviation) != spec.channels or not np.isfinite(numbers).all():
         raise ValueError("mean and deviation have to be finite numbers, one for each channel")

@@ -35,7 +35,7 @@ def write_page(path: Path, found: Predictions, title: str, command: str) -> list
         words=found.words,
         sentence=found.sentence(),
         warnings=[*found.support.warnings, *found.query.warnings],
-        skipped=[*found.support.skipped, *found.query.skipped],
+        skipped=[(part.home.name, *row) for part in (found.support, found.query) for row in part.skipped],
         command=command,
         made=json.dumps(runs.versions(), indent=1),
         close=f"{100 * _CLOSE:.0f}",

@@ -23,7 +23,19 @@ from .. import runs, tables
 from ..clean import backbones
 from ..command import Count, Rate, Whole, value
 from .augment import Augment
-from .collection import Files, chosen, labelled, look, own_prefix, read, resize, skipped_text
+from .collection import (
+    Files,
+    chosen,
+    labelled,
+    look,
+    own_prefix,
+    printable,
+    read,
+    refuse_file,
+    resize,
+    skipped_text,
+    without_copies,
+)
 from .encoder import ABOUT, WEIGHTS, Encoder, Spec, build_body, check_size, save_encoder
 from .episodes import Episodes, Images
 from .evaluate import Score, evaluate
@@ -47,13 +59,15 @@ class Data:
     root: Folder = None
     """Folder of the files that a CSV file names; without this flag, the folder of the CSV file."""
     image_size: Whole = 0
-    """Side in pixels to which pictures are resized. 0: the median of their shorter sides, but at most 84; with
-    --frozen, the size that the model was made for."""
+    """Side in pixels to which pictures are resized.
+    0: the median of their shorter sides, but at most 84; with --frozen, the size that the model was made for."""
     augment: Annotated[str, value(str, "auto|none|flip|rotate", ("auto", "none", "flip", "rotate"))] = "auto"
-    """Changes of training pictures. flip: mirror a random half of them. rotate: turns by 90° make further classes.
-    none: no changes. auto: none with --frozen, otherwise rotate for grey pictures or fewer than 10 training classes,
-    and flip for all others."""
-    ways: Count = 5
+    """Changes of training pictures.
+    flip: mirror a random half of them.
+    rotate: turns by 90° make further classes.
+    none: no changes.
+    auto: none with --frozen; rotate for grey pictures or fewer than 10 training classes; otherwise flip."""
+    ways: Annotated[int, value(int, "N", least=2)] = 5
     """Number of classes in a test task; fewer if there are not as many."""
     shots: Count = 1
     """Number of pictures of each class from which a task is learnt."""
@@ -143,6 +157,7 @@ def run(command: Command, argv: Sequence[str]) -> str:
     begin, c = time.perf_counter(), command
     runs.set_up("cpu", c.output.threads)
     folder = c.output.out or Path("runs") / (c.photos.resolve().stem or "photos")
+    refuse_file(folder)
     m = gather(c)
     settings = {**asdict(c.data), **asdict(c.training), "pictures": m.digest}
     runs.open_folder(folder, {k: v for k, v in settings.items() if k not in ("root", "weights")}, c.output.resume)
@@ -152,11 +167,12 @@ def run(command: Command, argv: Sequence[str]) -> str:
     ways = _ways(m, "test", c)
     accuracy = {"ways": ways, "shots": c.data.shots, "before": _plain(before), "after": _plain(after)}
     words = [word for word in argv if word not in ("--resume", "--quiet")]
-    about = {"classes": m.classes, "augment": m.augment, "accuracy": accuracy if after else None, **trained,
+    about = {"classes": m.classes, "skipped": m.files.skipped, "augment": m.augment,
+             "accuracy": accuracy if after else None, **trained,
              "command": shlex.join(["bilevel-fewshot", *words]), "versions": runs.versions()}  # fmt: skip
     save_encoder(folder, m.encoder.body, replace(m.encoder.spec, head=head, about=about))
     table = _table(before, after, ways, c) if after else _NOT_MEASURED
-    parts = [_description(m, c), skipped_text(m.files.skipped), *m.files.warnings, table,
+    parts = [_description(m, c), skipped_text(m.files), *m.files.warnings, table,
              f"{WEIGHTS} and {ABOUT} written to {folder} in {time.perf_counter() - begin:.0f} s.",
              f"Next: bilevel-fewshot predict {shlex.quote(str(folder))} SUPPORT QUERY"]  # fmt: skip
     return "\n\n".join(filter(None, parts))
@@ -175,11 +191,12 @@ def gather(c: Command) -> Material:
     frozen = c.training.frozen
     _refuse(c)
     files = labelled(c.photos, c.data.root)
-    require_two(files.labels, files)  # before anything is read
+    require_two(files.labels, c.photos)  # before anything is read
     encoder, scaled, file = _encoder(files, c)
     each = encoder.eval().encode if frozen else lambda pictures: resize(pictures, encoder.look)
     x, files = read(files, each, c.output.quiet)
-    x, files = _without_small_classes(x, files, c.data.shots)
+    rows, files = without_copies(files)
+    x, files = _without_small_classes(x[rows], files, c.data.shots)
     names = split_classes(files.labels, c.data.seed)
     augment = _augment(c, encoder.look.colour, len(names["train"]))
     parts = {part: _part(x, files.labels, names[part]) for part in PARTS if names[part]}
@@ -225,12 +242,12 @@ def split_classes(labels: Sequence[str], seed: int) -> dict[str, list[str]]:
     return {part: sorted(cut[part]) for part in PARTS}
 
 
-def require_two(labels: Sequence[str], files: Files) -> None:
+def require_two(labels: Sequence[str], path: Path) -> None:
     names = sorted(set(labels))
     if len(names) < 2:
-        found = f"one class, {names[0]}" if names else "no class"
+        found = f"one class, {printable(names[0])}" if names else "no class"
         raise ValueError(
-            f"bilevel-fewshot: {files.home} has {found}; at least two are needed. In a folder of pictures, each class "
+            f"bilevel-fewshot: {path} has {found}; at least two are needed. In a folder of pictures, each class "
             "is a folder of its own."
         )
 
@@ -246,7 +263,7 @@ def _without_small_classes(x: NDArray[Any], files: Files, shots: int) -> tuple[N
     if len(set(kept.labels)) < 2:
         raise ValueError(
             f"bilevel-fewshot: {len(set(kept.labels))} classes have at least {shots + 1} pictures that can be used, "
-            f"and two are needed; too small are {', '.join(small)}. Add pictures, or lower --shots."
+            f"and two are needed; too small are {', '.join(map(printable, small))}. Add pictures, or lower --shots."
         )
     return x[rows], kept
 
@@ -288,7 +305,8 @@ def _encoder(files: Files, c: Command) -> tuple[Encoder, bool, Path | None]:
     if not t.frozen and not c.data.image_size:  # at the full size, training would take hours
         at = look(files)
         encoder = Encoder(encoder.body, replace(encoder.spec, height=at.height, width=at.width))
-        check_size(encoder.body, name, (3, at.height, at.width))
+    if not t.frozen:
+        check_size(encoder.body, name, (3, encoder.spec.height, encoder.spec.width), train=True)
     return encoder, True, file
 
 

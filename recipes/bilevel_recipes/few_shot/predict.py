@@ -20,7 +20,18 @@ from ..clean.pictures import Picture
 from ..on_page import Shown
 from ..on_page import shown as as_shown
 from ..patches import Patches
-from .collection import Files, labelled, look, read, resize, skipped_text, unlabelled
+from .collection import (
+    Files,
+    labelled,
+    look,
+    printable,
+    read,
+    refuse_file,
+    resize,
+    skipped_text,
+    unlabelled,
+    without_copies,
+)
 from .encoder import load_encoder
 from .heads import DEFAULT, Head, leave_one_out, probabilities
 from .page import write_page
@@ -34,12 +45,15 @@ _LINES = 30  # the largest number of lines of the table on the terminal
 @dataclass(frozen=True)
 class Command:
     encoder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="ENCODER")]
-    """The folder of a run of bilevel-fewshot PHOTOS; torchvision:NAME or timm:NAME; or patches, which are features
-    learnt from these pictures."""
+    """The folder of a run of bilevel-fewshot PHOTOS; torchvision:NAME or timm:NAME; or patches.
+    Patches are features that are learnt from these pictures."""
     support: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SUPPORT")]
-    """A folder with one folder for each new class, a few pictures in each; or a .csv file with file and label."""
+    """A folder with one folder for each new class, a few pictures in each.
+    Or a .csv file with the columns file and label."""
     query: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="QUERY")]
     """A folder of pictures to recognise, at any depth; or one picture."""
+    root: Folder = None
+    """Folder of the files that a CSV file names; without this flag, the folder of the CSV file."""
     weights: File = None
     """File with the weights of a torchvision or timm model; without this flag, those in its library's cache."""
     out: Folder = None
@@ -106,6 +120,7 @@ def run(command: Command, argv: Sequence[str]) -> str:
     begin, c = time.perf_counter(), command
     runs.set_up("cpu", c.threads)
     folder = c.out or Path("runs") / f"predict_{c.query.resolve().stem}"
+    refuse_file(folder)
     there = [name for name in (TABLE, PAGE) if (folder / name).exists()]
     if there and not c.overwrite:
         raise FileExistsError(
@@ -124,8 +139,8 @@ def run(command: Command, argv: Sequence[str]) -> str:
 
 def predict(c: Command) -> Predictions:
     """Read both sets of pictures and return the probabilities of the classes."""
-    support, query = labelled(c.support), unlabelled(c.query)
-    require_two(support.labels, support)
+    support, query = labelled(c.support, c.root), unlabelled(c.query)
+    require_two(support.labels, c.support)
     extractor = _extractor(c, support)
     shown: tuple[list[Shown], list[Shown]] = ([], [])
     arrays: list[NDArray[Any]] = []
@@ -134,15 +149,38 @@ def predict(c: Command) -> Predictions:
         array, usable = read(files, lambda pictures, page=page: _both(extractor, pictures, page), c.quiet)
         arrays.append(array)
         kept.append(usable)
-    require_two(kept[0].labels, kept[0])
-    f, f_query = (torch.from_numpy(np.ascontiguousarray(x)) for x in extractor.finish(*arrays))
-    _require_finite(f, kept[0])
-    _require_finite(f_query, kept[1])
-    classes = sorted(set(kept[0].labels))
-    y = torch.tensor([classes.index(label) for label in kept[0].labels])
+    given = support.labels
+    rows, support = without_copies(kept[0])
+    query = kept[1]
+    require_two(support.labels, c.support)
+    support.warnings.extend(_lost_classes(given, support))
+    query.warnings.extend(_known(query, kept[0]))
+    f, f_query = (torch.from_numpy(np.ascontiguousarray(x)) for x in extractor.finish(arrays[0][rows], arrays[1]))
+    _require_finite(f, support)
+    _require_finite(f_query, query)
+    classes = sorted(set(support.labels))
+    y = torch.tensor([classes.index(label) for label in support.labels])
     p = probabilities(f[None], y[None], f_query[None], len(classes), extractor.head)[0]
     right, tried = leave_one_out(f, y, len(classes), extractor.head)
-    return Predictions(classes, kept[0], kept[1], p.numpy(), right, tried, extractor.words, shown)
+    pages = [shown[0][i] for i in rows], shown[1]
+    return Predictions(classes, support, query, p.numpy(), right, tried, extractor.words, pages)
+
+
+def _lost_classes(labels: Sequence[str], support: Files) -> list[str]:
+    """Say which classes of the support set have no picture left."""
+    lost = sorted(set(labels) - set(support.labels))
+    names = ", ".join(map(printable, lost))
+    return [f"No picture is recognised as {names}: no support picture of that class can be used."] if lost else []
+
+
+def _known(query: Files, support: Files) -> list[str]:
+    """Say which queries are support pictures."""
+    digests = set(support.digests)
+    known = [name for name, digest in zip(query.names, query.digests, strict=True) if digest in digests]
+    if not known:
+        return []
+    return [f"{len(known)} query pictures are also in the support set, and show nothing about other pictures; the "
+            f"first is {printable(known[0])}."]  # fmt: skip
 
 
 def _both(extractor: Extractor, pictures: list[Picture], page: list[Shown]) -> NDArray[Any]:
@@ -155,8 +193,9 @@ def _require_finite(f: Tensor, files: Files) -> None:
     bad = [files.names[i] for i in (~f.isfinite().all(1)).nonzero().flatten().tolist()]
     if bad:
         raise ValueError(
-            f"bilevel-fewshot: the features of {len(bad)} pictures are NaN or infinite: {', '.join(bad[:20])}. The "
-            "weights of the encoder are probably damaged; train it again, or fetch them again."
+            f"bilevel-fewshot: the features of {len(bad)} pictures are NaN or infinite: "
+            f"{', '.join(map(printable, bad[:20]))}. The weights of the encoder are probably damaged; train it again, "
+            "or fetch them again."
         )
 
 
@@ -209,15 +248,15 @@ def _rows(found: Predictions) -> list[list[Any]]:
 def _table(found: Predictions) -> str:
     rows = sorted(_rows(found), key=lambda row: row[2])
     lines = [
-        [name, first, f"{100 * float(p):.0f} %", second, f"{100 * float(q):.0f} %"]
+        [printable(name), printable(first), f"{100 * float(p):.0f} %", printable(second), f"{100 * float(q):.0f} %"]
         for name, first, p, second, q in rows
     ]
     rest = f"\n… and {len(lines) - _LINES} more, in {TABLE}" if len(lines) > _LINES else ""
     header = ["picture", "class", "probability", "second class", "probability"]
-    title = f"{len(lines)} pictures, {len(found.classes)} classes, the least certain first"
+    title = f"{len(lines)} picture{'s' * (len(lines) != 1)}, {len(found.classes)} classes, the least certain first"
     return tables.screen([(title, header, lines[:_LINES])]) + rest
 
 
 def _notes(found: Predictions) -> list[str]:
-    skipped = [skipped_text(part.skipped) for part in (found.support, found.query)]
+    skipped = [skipped_text(part) for part in (found.support, found.query)]
     return [*found.support.warnings, *found.query.warnings, *skipped]
