@@ -30,7 +30,7 @@ class DerivativeWarning(UserWarning):
 
 
 class Gradients:
-    """Sums of gradients: `direct` for tensors that the losses use, `cut` for those that a leaf took the place of."""
+    """Sums of gradients: `direct` for tensors that the losses use, `cut` for those that a leaf stands in for."""
 
     def __init__(self) -> None:
         self.direct: dict[int, tuple[Tensor, Tensor]] = {}

@@ -552,8 +552,8 @@ class Loop:
     def add_outer_loss(self, *, weight: Value = 1.0, outer: Any = None, loss: Tensor | None = None) -> Tensor:
         """Add weight·g at the current weights to the objective: Σ_j c_j·g_j(w_{k_j}, λ) in place of g(w_K, λ).
 
-        From then on `hypergrad`, `backward` and `value` use the sum of all losses that were added, at any steps. It has
-        g at the last weights only if that was added too. A call of `hypergrad` leaves the sum as it is.
+        From then on `hypergrad`, `backward` and `value` use the sum of all losses that were added, at any steps. g
+        at the last weights is part of it only if it was added too. A call of `hypergrad` leaves the sum as it is.
 
         Args:
             weight: c_j, a number or a scalar tensor, which may be an outer variable.
@@ -737,8 +737,8 @@ class Loop:
             if noted is not None and noted() is x and self._k:
                 raise ValueError(
                     f"bilevel.inner: an input (shape {tuple(x.shape)}) did not require grad when the losses were first "
-                    "evaluated, so that the graphs of those steps lack it. Set requires_grad before the first step, or "
-                    "use engine='reverse'."
+                    "evaluated, so the graphs of those steps lack it. Set requires_grad before the first step, "
+                    "or use engine='reverse'."
                 )
 
     def _collect(
@@ -759,7 +759,7 @@ class Loop:
         grads: list[Tensor] = []
         for i, (x, grad) in enumerate(zip(wanted, self._binding.gather(wanted, parts), strict=True)):
             if grad is None and not allow_unused:
-                before = " No step was taken yet, so that h has no part in it." if self._k == 0 else ""
+                before = " No step was taken yet, so h plays no part." if self._k == 0 else ""
                 raise ValueError(
                     f"bilevel.inner: neither loss depends on input {i} (shape {tuple(x.shape)}), so it has no "
                     f"hypergradient.{before} Check that h or g uses this very tensor, and not behind a .detach() "
@@ -841,7 +841,7 @@ class Loop:
             if itself or reaches([x for x in tensors if not x.is_leaf], inner, stop, self._binding.opened):
                 raise ValueError(
                     f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a "
-                    "graph back to them, of which a step would not see the end. Compute it inside h (or g), or "
+                    "graph back to them, which a step would cut. Compute it inside h (or g), or "
                     ".detach() it if it is meant to be a constant."
                 )
 
@@ -866,7 +866,7 @@ class Loop:
             if not x.requires_grad:
                 raise RuntimeError(
                     f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in "
-                    "the block, and the graph of a step without it would lack its share. Leave it on, and .detach() it "
+                    "the block, and later steps would leave out its gradient. Leave it on, and .detach() it "
                     "in the loss where it is meant to be a constant."
                 )
             if x._version != version:

@@ -207,10 +207,10 @@ class RecordedLoss(Recorded):
 
 
 class RecordedStep(Recorded):
-    """A step that was taken, and what it takes to run it again.
+    """A step that was taken, and what is needed to run it again.
 
-    `buffers` are those of the model before the step that are not part of z. A loop may have thousands of steps: what
-    one has in common with the one before, the two share. With a `source`, the batch of h is not held: it is fetched
+    `buffers` are those of the model before the step that are not part of z. A loop may have thousands of steps, so a
+    step shares with the one before what both have in common. With a `source`, the batch of h is not held: it is fetched
     again, under the `conditions` that it was fetched in.
     """
 

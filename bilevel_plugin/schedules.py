@@ -39,8 +39,8 @@ def convergent(c: float = 1.0, p: float = 0.5) -> Schedule:
     """α_k = 1 − c·(k + 1)^−p, 0 < c ≤ 1, 0 < p ≤ 1.
 
     Under `BiGSAM` the weight of g vanishes and its sum diverges: w_k goes to the point of argmin h at
-    which g is least (Sabach & Shtern 2017), the solution of the paper's Eq. 3. Along argmin h the start
-    is forgotten like exp(−k^(1−p)), and like a power of k, slow at small rates s, for their p = 1.
+    which g is least (Sabach & Shtern 2017), the solution of the paper's Eq. 3. Along argmin h the influence
+    of the start fades like exp(−k^(1−p)). With their p = 1 it fades like a power of k, slowly if s is small.
 
     Examples:
         >>> import bilevel_plugin as bilevel

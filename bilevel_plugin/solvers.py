@@ -27,7 +27,7 @@ _VANISHING = power(1.0)  # 1/k
 
 
 def evaluate(name: str, rate: Rate, k: int, most: float = math.inf) -> Value:
-    """The rate at step k, or an error that names it: "bilevel.GD: t", say.
+    """Return the rate at step k. An error begins with the name, such as "bilevel.GD: t".
 
     Examples:
         >>> import bilevel_plugin as bilevel

@@ -314,7 +314,7 @@ def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
 
 
 class LossMonitor:
-    """Finds a loss that is not finite, and its step: at once on the CPU, on a device by `raise_if_not_finite`."""
+    """Finds losses that are not finite, and their steps: at once on the CPU, in `raise_if_not_finite` on a device."""
 
     def __init__(self) -> None:
         self._later: list[tuple[int, str, Tensor]] = []

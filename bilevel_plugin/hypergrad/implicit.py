@@ -153,8 +153,8 @@ class _ImplicitTape(Tape):
 
     def add_loss(self, loss: End) -> None:
         raise ValueError(
-            f"bilevel.inner: engine={type(self._options).__name__} differentiates the fixed point of the steps, and "
-            "weights on the way to it are none (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
+            f"bilevel.inner: engine={type(self._options).__name__} differentiates the fixed point of the steps, so it "
+            "can't take losses at earlier weights (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
         )
 
     def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:

@@ -48,15 +48,15 @@ class Journal:
         head, digest, rest = data[: len(_HEAD)], data[len(_HEAD) : len(_HEAD) + 32], data[len(_HEAD) + 32 :]
         if head != _HEAD or hashlib.sha256(rest).digest() != digest:
             raise ValueError(
-                f"bilevel.Reverse: {self._path} is damaged, or no journal of a sweep. Delete it, and the sweep starts "
-                "again from the last step."
+                f"bilevel.Reverse: {self._path} is damaged, or is not the journal of a sweep. Delete it, and the sweep "
+                "starts again from the last step."
             )
         found = torch.load(io.BytesIO(rest), weights_only=True)
         other = [name for name in self._about if found["about"].get(name) != self._about[name]]
         if other:
             before, now = found["about"].get(other[0]), self._about[other[0]]
             raise ValueError(
-                f"bilevel.Reverse: {self._path} is of another sweep: {' and '.join(other)} differ ({before} then, "
+                f"bilevel.Reverse: {self._path} belongs to another sweep: {' and '.join(other)} differ ({before} then, "
                 f"{now} now). Delete it, name another folder, or set resume=False. A folder serves one hypergradient "
                 "at a time."
             )

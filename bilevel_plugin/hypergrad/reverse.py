@@ -63,10 +63,10 @@ class Reverse(Engine):
     when the block or the process ends. With a folder, `memory` holds as many iterates as fit, the others are in the
     file, and no graphs are kept. With `group=`, each of N ranks keeps 1/N of every iterate.
 
-    `resume` needs a folder. Every so many seconds (`every`) the position of the sweep, the adjoint and the sums so far
-    are written to it. If the process is killed, run the same script again: the steps are taken again, and the sweep
-    continues bit for bit. It must be the same sweep, so the weights after the last step are compared, among others. The
-    inputs must be named, and no batch may require grad.
+    `resume` needs a folder. Every `every` seconds the position of the sweep, the adjoint and the sums so far are
+    written to it. If the process is killed, run the same script again: the steps are taken again, and the sweep
+    continues bit for bit. It must be the same sweep, so the weights after the last step are compared, among other
+    things. The inputs must be named, and no batch may require grad.
 
     `compile` runs step and pullback under torch.compile, from the second step on. What can't be compiled runs eagerly,
     with a warning that says why. The compiled code is cached for a model and its losses.

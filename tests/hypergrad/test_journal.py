@@ -108,7 +108,7 @@ def test_a_damaged_journal_is_noticed(stopped, damage):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes({"bit": data, "half": data[: len(data) // 2], "empty": b"", "strange": b"x" * 500}[damage])
-    with pytest.raises(ValueError, match=r"is damaged, or no journal of a sweep\. Delete it"):
+    with pytest.raises(ValueError, match=r"is damaged, or is not the journal of a sweep\. Delete it"):
         resuming.solve(stopped)
 
 
