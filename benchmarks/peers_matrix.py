@@ -1,4 +1,4 @@
-"""What each library makes of the loops that people have: right, wrong without a word, an error, or not there.
+"""What each library makes of the loops that people have: right, silently wrong, an error, or not there.
 
     python -m benchmarks.peers_matrix --out docs/results      the table of the docs, in two to three minutes of one core
 
@@ -68,23 +68,22 @@ SHORT = (
     "`weight_norm`",
     *MEMORY,
 )
-HEAD = f"""# What libraries make of your loop
+HEAD = f"""# The same loops in seven libraries
 
 Made by `make peers`. Each row is a training loop that people have. It is small, in float64, and has {STEPS} steps. The
-outer variables are a weight for each sample, or the options that the row names. The judge is the plain loop, written as
-a user writes it: its hypergradient is taken by central differences, without any library. Adam is run with three seeds,
-and the cell has the median.
+outer variables are a weight for each sample, or the options that the row names. Central differences of the plain loop,
+without any library, decide what is right. Adam is run with three seeds, and the cell has the median.
 
-Each library is given the loop as its own documentation says. Where it has an option for something, that option is used.
-Where it has two ways, the better one counts.
+Each library is used as its own documentation says. Where it has an option for something, that option is used. Where it
+has two ways, the better one counts.
 
 | cell | meaning |
 | --- | --- |
 | ✓ | right: the relative error is below {RIGHT:.0e} |
-| **a percentage** | wrong by so much, without a word |
-| warns | wrong by so much, and a `DerivativeWarning` says so |
-| error | the loop ends in an error, [which stands below](#errors-warnings-and-what-is-not-there) |
-| – | the library has no such thing |
+| **a percentage** | silently wrong, by this much |
+| warns | wrong by this much, and a `DerivativeWarning` says so |
+| error | the loop ends in an [error](#errors-warnings-and-what-is-not-there) |
+| – | the library has no such feature |
 
 """
 Cell = dict[str, Any]
@@ -229,7 +228,7 @@ def page(found: dict[str, Any]) -> str:
     notes = "\n".join(
         f"### {name}\n\n{lines}\n"
         for name, of in found.items()
-        if (lines := "\n".join(f"- **{t}**: {c['note']}." for t, c in of["cells"].items() if c.get("note")))
+        if (lines := "\n".join(f"- **{t}**: {c['note'].rstrip('.')}." for t, c in of["cells"].items() if c.get("note")))
     ).replace("<", "‹")
     return f"""{HEAD}{table(found, [row.title for row in ROWS])}
 Measured on {dates} with torch {ours["torch"]} on a CPU; {versions}.
@@ -240,11 +239,11 @@ Measured on {dates} with torch {ours["torch"]} on a CPU; {versions}.
 These are the peak bytes that tensors hold during one hypergradient, divided by those of K plain training steps of the
 same model in float32. Plain training holds {plain} MB. Ours is the default engine, `"reverse"`, which stores K sets of
 weights. With `Reverse(checkpoint="sqrt")` it is {lean} ×. Ours includes the check of the derivatives in float64, which
-runs once for a model. hypertorch's is its `reverse`, the leaner of its two ways.
+runs once for a model. hypertorch is run with its `reverse`, the leaner of its two ways.
 
 - *A small transformer*: 2 layers of width 64, 28 tokens, batches of {samples[0]}. The graph takes most of the memory.
-- *An MLP with many weights*: 784-300-10, {samples[1]} samples. The weights take most of the memory, so that storing
-  them is no gain.
+- *An MLP with many weights*: 784-300-10, {samples[1]} samples. The weights take most of the memory, so storing them
+  gains nothing.
 
 ## Short form
 
@@ -253,7 +252,7 @@ README and the home page show these rows.
 <!-- --8<-- [start:short] -->
 
 {table(found, SHORT)}
-✓: right. **A percentage**: wrong by so much, without a word. *Error*: the loop stops. –: there is no such thing.
+✓: right. **A percentage**: silently wrong, by this much. *Error*: the loop stops. –: the library has no such feature.
 Memory is relative to plain training; with `Reverse(checkpoint="sqrt")` ours is {lean} ×. Measured on {dates}:
 {versions}.
 <!-- --8<-- [end:short] -->

@@ -14,7 +14,7 @@ PROBLEM = "P8-256-20"
 def main() -> None:
     found = json.loads(FILE.read_text())["table"][PROBLEM]
     training, states = found["training"]["live"] / 1e6, found["training"]["iterates"] / 1e6
-    figure, (ax,) = panels(["A hypergradient through 20 steps of a GPT of 12 layers: peak memory"], 8.6, 2.9)
+    figure, (ax,) = panels(["Peak memory: a hypergradient through\n20 steps of a GPT of 12 layers"], 6.0, 3.0)
 
     def bar(label: str, megabytes: float, colour: str, text: str, stored: float = 0.0) -> None:
         ax.barh(label, megabytes, color=colour, height=0.6)
@@ -27,12 +27,13 @@ def main() -> None:
 
     bar("plain training", training, BLACK, f"{training:,.0f} MB")
     working = found["rows"]["ours: reverse blocks=auto"]["live"] / 1e6 - states
-    bar("bilevel_plugin", working, BLUE, f"{working:,.0f} MB, and {states:,.0f} MB of stored weights", states)
+    ours = 'bilevel_plugin,\nblocks="auto"'
+    bar(ours, working, BLUE, f"{working:,.0f} MB + {states:,.0f} MB of stored weights", states)
     for name in ("higher", "TorchOpt"):
         limit = found["rows"][name]["limit"]  # a KeyError if it finished: then this is another picture
-        bar(name, limit / 1e6, RED, f"ended at {limit / 2**30:.0f} GiB")
+        bar(name, limit / 1e6, RED, f"stopped at {limit / 2**30:.0f} GiB")
     ax.invert_yaxis()
-    ax.set(xlabel="MB that tensors hold", xlim=(0, 8900))
+    ax.set(xlabel="MB that tensors hold", xlim=(0, 8900), xticks=range(0, 8001, 2000))
     save(figure, __file__)
 
 

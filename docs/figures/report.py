@@ -49,8 +49,9 @@ def page(results: dict[str, Any]) -> str:
     used = ", ".join(f"{name} {results['versions'][name]}" for name in ("bilevel_plugin", "cleanlab", "torch"))
     return f"""# The demo
 
-`make demo` prints these figures, and `python -m docs.figures.report` wrote this page. The wrong labels were put in on
-purpose. *Checked rows alone* is a classifier trained on the checked rows. Versions: {used}.
+`make demo` prints these figures, and `python -m docs.figures.report` wrote this page. The labels were made wrong on
+purpose. *Checked rows alone* is a classifier trained on the checked rows. Other processors round differently, which
+changes the verdict on a few rows. Versions: {used}.
 [The study on many data sets](cleaning.md) says more.
 
 <!-- --8<-- [start:short] -->
@@ -62,8 +63,8 @@ checked:
 | --- | ---: | ---: | ---: |
 {rows}
 
-A classifier trained on all labels is right on {every} of new digits, and without the suspects on {kept}. With all wrong
-labels known it would be {best}.
+A classifier trained on all rows gets {every} of new digits right. Trained without the suspects, it gets {kept} right.
+If all wrong labels were known and left out, it would get {best}.
 <!-- --8<-- [end:short] -->
 
 ## The same classifier, trained on a choice of rows
