@@ -4,7 +4,8 @@
 - excerpts: a block marked `<!-- excerpt of FILE -->` must have its lines in that file; it gets their place as a title;
 - a folder in `nav` stands for the pages that are in it, and for nothing if there are none;
 - CONTRIBUTING.md and CHANGELOG.md, which stay at the root of the repository, as pages;
-- notebooks as pages, with the outputs that are stored in them.
+- notebooks as pages, with the outputs that are stored in them;
+- each picture as a link to its file, so that a tap on a phone shows it in full size.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _MATH = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', r
 _EXCERPT = re.compile(r"^<!-- excerpt of (\S+) -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"(^|\s+)#.*")
 _NOTEBOOK = re.compile(r"\]\(([^():]+)\.ipynb([^()]*)\)")  # a link to one
+_PICTURE = re.compile(r'(?<=<p>)<img [^>]*?src="([^"]+)"[^>]*>(?=</p>)')  # alone in its paragraph
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]*)[^)]*\)")
 
 
@@ -80,7 +82,7 @@ def notebook(stored: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    return _MATH.sub(mathml, html)
+    return _PICTURE.sub(r'<a href="\1">\g<0></a>', _MATH.sub(mathml, html))
 
 
 def mathml(match: re.Match[str]) -> str:
