@@ -164,8 +164,8 @@ def page(lengths: Sequence[int], shapes: Sequence[tuple[int, int, int]], rounds:
         f"The times are medians of {rounds} ({3 * rounds} in the last table), plain and chunks in turns.",
         "",
         "**Plain** is PyTorch's math kernel, the only one with a second derivative. **Chunks** computes "
-        f"2^{part} scores at a time, for some rows of the queries, or for as many rows as a head has numbers. The two "
-        f"pullbacks differ by {error(lengths[1]):.0e} (relative, float64, L = {lengths[1]:,}).",
+        f"about 2^{part} scores at a time, for some rows of the queries (at least as many as the width of a head). "
+        f"The two pullbacks differ by {error(lengths[1]):.0e} (relative, float64, L = {lengths[1]:,}).",
         "",
         f"## A pullback, ∇⟨∇ℓ, u⟩, of attention alone ({HEADS} heads of {WIDTH})",
         "",

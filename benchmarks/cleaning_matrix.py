@@ -183,10 +183,9 @@ def reading(results: Results) -> str:
         order = sorted(mean, key=mean.__getitem__, reverse=True)
         above = sum(row[HYPER][0] > row[EM][0] for row in table.values())
         sentences.append(
-            f"{TITLES[key]}, mean of the {len(table)} sets: {order[0]} has the highest ({mean[order[0]]:.3f}), then "
-            f"{order[1]} ({mean[order[1]]:.3f}) and {order[2]} ({mean[order[2]]:.3f}); the true T would have "
-            f"{truth:.3f}. {HYPER[0].upper()}{HYPER[1:]} is above {EM}, from which it starts, on {above} of "
-            f"{len(table)} sets."
+            f"{TITLES[key]}, mean over the {len(table)} sets: {mean[order[0]]:.3f} for *{order[0]}*, "
+            f"{mean[order[1]]:.3f} for *{order[1]}*, {mean[order[2]]:.3f} for *{order[2]}*, and {truth:.3f} with "
+            f"the true T. *{HYPER}* starts from *{EM}*, and is above it on {above} of {len(table)} sets."
         )
     return " ".join(sentences)
 

@@ -112,8 +112,8 @@ def write(folder: Path, results: Results) -> None:
 
 NOTES = """\
 - **F1** is that of the labels called wrong, among the rows that nobody has checked.
-- **Average precision** and **precision at 100** judge only the ranking. Precision at 100 is that among the 100 lowest
-  scores, or among as many as there are wrong labels if these are fewer. Ties count with their expectation.
+- **Average precision** and **precision at 100** judge only the ranking. Precision at 100 is the precision among the 100
+  lowest scores, or among as many as there are wrong labels if these are fewer. Ties count with their expectation.
 - **Bold** figures are the best mean, and those within 0.005 or one standard deviation of it.
 - All methods have the same features (`bilevel_recipes.clean.features`, `auto`), the given labels, and which rows are
   checked.
@@ -123,7 +123,7 @@ NOTES = """\
   rows). In *cleanlab-knn* the model is k nearest neighbours, with k of 10, 20, 35 or 50 by cross-validation.
 - **checked-alone** is a logistic regression of the checked rows, with C by cross-validation. A label is called wrong if
   it predicts another one.
-- **Seconds of CPU time** are those of all threads together. Those of the features come on top for each method.
+- **Seconds of CPU time** are those of all threads together. The time for the features has to be added for each method.
 - Published labels count as true. A few of them are wrong, so no method can reach 1 everywhere.""".splitlines()
 
 

@@ -22,7 +22,7 @@ steps that are run again, per step, besides the one run of each that makes its g
 - **ours** drops the state that the sweep would miss least if the loop ended now.
 - **levels** is the rule of Wang, Moin & Iaccarino (2009).
 - **doubling** keeps every c-th state, and doubles c when the states do not fit.
-- **doubling, states stay** is the same, but no state of the loop gives its room away during the sweep.
+- **doubling, states stay** is the same, but the sweep never replaces a state of the loop by another.
 """
 STATES = (2, 3, 5, 10, 20, 50, 100)
 LENGTHS = (1.5, 2, 3, 5, 10, 20, 50)  # K, as multiples of s

@@ -524,7 +524,7 @@ first set in these settings: {", ".join(SETTINGS)}. The end point is compared wi
 that of the plain loop, and the hypergradient with central differences of the plain loop.
 
 - **right**: the end point to 1e-12, the hypergradient to 1e-6 (relative);
-- **close**: to 1e-4 and 1e-3: an older rule, or scalars that are rounded otherwise than torch rounds them;
+- **close**: to 1e-4 and 1e-3: an older rule, or scalars that are not rounded as in torch;
 - **wrong**: further off, without an error;
 - **fails**: an error of some other kind;
 - **absent**: there is no such class or option.

@@ -193,8 +193,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     print(
         "# The sentinel on honest and dishonest problems\n\n"
-        "Made by `make sentinel`, from the problems of `tests/zoo.py`. Honest: what autograd gives is the derivative. "
-        "Dishonest: a stop-gradient, a backward of one's own, a straight-through estimator, spectral_norm. They are "
+        "Made by `make sentinel`, from the problems of `tests/zoo.py`. Honest: autograd gives the true derivative. "
+        "Dishonest: a stop-gradient, a custom backward, a straight-through estimator, spectral_norm. They are "
         "sorted by how far the hypergradient is off from central differences of the plain loop in float64.\n"
     )
     print(table(rows))

@@ -13,7 +13,7 @@ print("""
 
 Whole files are damaged: bytes are cut off, flipped, put in, taken out or repeated, or numbers are made as large as they
 can be. There are 400 files of each kind, and files of noise. The files meant to harm are headers of terabytes, archives
-that unpack to very much, links and names that lead out of the folder, programs in pickles, PostScript, and labels of
+that unpack to huge sizes, links and names that lead out of the folder, programs in pickles, PostScript, and labels of
 10¹². Each file is read, or refused with an error that begins with `recipes.`. The test fails on any other exception, if
 a program is started, if a file outside of the folder is opened, and after 30 s.
 

@@ -308,7 +308,7 @@ def test_table_1_is_one_page_with_its_figures(tmp_path: Path, capsys: pytest.Cap
     assert all(line.count("**") == 2 for line in lines)  # the best of each line
     mean = next(r for r in json.loads((tmp_path / "table/results.json").read_text())["table"] if r["method"] == "gd")
     assert f"{mean['f1_clean']:.3f} ± {mean['f1_clean_std']:.3f}" in lines[0]
-    assert "After 2 of them `bigsam` is above `gd` in 1 of 1 cells" in page
+    assert "1 cells were run for 2 of them. At the end, `bigsam` is above `gd` in 1 of these" in page
     assert "--data-root" not in page
     assert str(tmp_path) not in page
     for n in (1, 2, 3):

@@ -149,7 +149,7 @@ def _machine(v: dict[str, Any], studies: list[dict[str, Any]]) -> str:
     seconds = [f"{_shown(s['command']).rpartition('/')[2]} {sum(r['seconds'] for r in s['runs']):.0f}" for s in studies]
     return (
         f"{date.today().isoformat()}, {v['machine']}, {os.cpu_count()} cores, Python {v['python']}, "
-        f"torch {v['torch']}, {v['cuda'] or 'no GPU'}, {v['threads']} thread(s) a process. "
+        f"torch {v['torch']}, {v['cuda'] or 'no GPU'}, {v['threads']} thread(s) per process. "
         f"Wall-clock seconds of the methods themselves: {', '.join(seconds)}."
     )
 
@@ -182,8 +182,8 @@ def _longer(records: list[Record], titles: dict[str, str]) -> str:
     ]
     steps = max(len(r["history"]) for r in records)
     return (
-        f"The number of outer steps matters. After {steps} of them `bigsam` is above `gd` in "
-        f"{len(both) - len(passed)} of {len(both)} cells with so many steps. Exceptions: {'; '.join(passed) or 'none'}."
+        f"The number of outer steps matters. {len(both)} cells were run for {steps} of them. At the end, `bigsam` is "
+        f"above `gd` in {len(both) - len(passed)} of these. Exceptions: {'; '.join(passed) or 'none'}."
     )
 
 
