@@ -20,21 +20,21 @@ from .runners import BY_NAME, RUNNERS
 
 PARTS = {
     "table": "time, memory, accuracy and operators of each runner on each problem",
-    "box": "out of the box: ours as the recipes set it up, the peers as they come, on P3 and P4",
+    "box": "out of the box: ours as the recipes set it up, the peers with their defaults, on P3 and P4",
     "growth": "P6: time and memory from the smallest to the largest K",
-    "overhead": "microseconds that a step costs above a loop by hand, on a model of ten parameters",
+    "overhead": "microseconds that a step takes beyond a loop written by hand, on a model of ten parameters",
     "long": "P7: K = 10,000 with few iterates (sqrt) and with none (forward)",
     "run": "P9: a whole run of different batches, memory against K",
-    "quality": "seconds until the labels of MNIST are told apart (needs the data)",
+    "quality": "seconds until the wrong labels of MNIST are found with F1 0.90 (needs the data)",
 }
 EXAMPLES = """examples:
-  python -m benchmarks --quick                                     a look, in less than five minutes
-  python -m benchmarks --out docs/results                          the tables of the docs, in somewhat over an hour
+  python -m benchmarks --quick                                     a quick look, in less than five minutes
+  python -m benchmarks --out docs/results                          the tables of the docs, in a little over an hour
   python -m benchmarks --problems P3 --runners ours,higher --parts table --rounds 3
-  python -m benchmarks --parts growth --merge                      only P6; what benchmarks.json has of the rest stays
+  python -m benchmarks --parts growth --merge                      only P6; the other results in benchmarks.json stay
 
-Peers that are not installed are rows that say so. Time is measured in turns within one process, memory in a process of
-its own for each case. The data are random numbers of the right shapes, but for `quality`.
+Peers that are not installed get a row that says so. Time is measured in turns within one process, and memory in a
+separate process for each case. The data are random numbers of the right shapes, except for `quality`.
 """
 LIMITS = {"P8": 8 * 2**30, "P9": 4 * 2**30}  # bytes that a process may hold
 # who takes part, where not everybody does
@@ -52,10 +52,10 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     p.add_argument("--out", type=Path, default=Path("runs/benchmarks"), metavar="DIR",
-                   help="where benchmarks.md, .json, goals.md and the pictures go (runs/benchmarks)")  # fmt: skip
+                   help="folder for benchmarks.md and .json, goals.md and the pictures (runs/benchmarks)")  # fmt: skip
     p.add_argument("--quick", action="store_true",
                    help="fewer samples, steps, rounds and runners; the same as --size quick")  # fmt: skip
-    p.add_argument("--size", choices=list(SIZES), default=None, help="how large the problems are (full)")
+    p.add_argument("--size", choices=list(SIZES), default=None, help="size of the problems (full)")
     p.add_argument("--problems", type=listing(NAMES), default=None, metavar="P",
                    help=f"some of {', '.join(NAMES)}, or beginnings: P1,P4 (all; quick: not "
                    f"{', '.join(SKIPPED)})")  # fmt: skip
@@ -67,13 +67,13 @@ def parser() -> argparse.ArgumentParser:
                    help="; ".join(f"{k}: {v}" for k, v in PARTS.items()) + " (all; quick: not quality)")  # fmt: skip
     p.add_argument("--rounds", type=int, default=None, metavar="N", help="timed rounds of the table (3, quick 2)")
     p.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
-                   help="cores for every runner (all)")  # fmt: skip
+                   help="number of cores for each runner (all)")  # fmt: skip
     p.add_argument("--malloc", choices=("keep", "default"), default="keep",
                    help="glibc's malloc, for all runners alike: keep what was freed, or return it (keep)")  # fmt: skip
-    p.add_argument("--data-root", default=None, metavar="DIR", help="where MNIST is (./data)")
+    p.add_argument("--data-root", default=None, metavar="DIR", help="folder of MNIST (./data)")
     p.add_argument("--quality-seconds", type=float, default=None, metavar="S",
-                   help="at most so long for each method of `quality` (60, quick 20)")  # fmt: skip
-    p.add_argument("--merge", action="store_true", help="keep what --out has of other problems and parts")
+                   help="time limit in seconds for each method of `quality` (60, quick 20)")  # fmt: skip
+    p.add_argument("--merge", action="store_true", help="keep the results of other problems and parts in --out")
     return p
 
 

@@ -43,21 +43,20 @@ Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 @dataclass(frozen=True)
 class Reading:
-    """The parts of the data. What is not given is found out, and the report says how."""
+    """What the columns and files are. What you leave out is detected, and the report says how."""
 
     label: Column = None
     """Column of the labels; without this flag, "label"."""
     checked: Annotated[str | None, _named("COLUMN|FILE|DIR")] = None
-    """Which labels a person has verified: a column (without this flag, "checked"), a file that lists names or row
-    numbers, or a second folder of images."""
+    """Checked rows: a column (without this flag, "checked"), a file of names or row numbers, or a folder of images."""
     image: Column = None
     """Column of image files."""
     text: Column = None
     """Column of texts."""
     columns: Annotated[tuple[str, ...] | None, _named("COLUMN ...")] = None
-    """Columns of numbers or categories to judge by."""
+    """Columns of numbers or categories to use."""
     embeddings: File = None
-    """A .npy file with one line of numbers for each row, to judge by instead."""
+    """A .npy file with one line of numbers for each row, which are used instead."""
     root: Folder = None
     """Folder that the image files are in; without this flag, that of the data."""
 
@@ -73,7 +72,7 @@ class Output:
     resume: Switch = False
     """Write the files that are missing from the run in --out, if data and settings are still the same."""
     overwrite: Switch = False
-    """Replace the run in --out. Its decisions.csv and files of yours stay."""
+    """Replace the run in --out. Its decisions.csv and your own files are kept."""
     quiet: Switch = False
     """Show no progress."""
 

@@ -62,12 +62,11 @@ class Method:
     model: Annotated[tuple[str, ...], names(list(MODELS))] = ("linear",)
     """Models to train."""
     solvers: Annotated[tuple[str, ...], names(list(SOLVERS))] = ("gd", "bigsam")
-    """Inner solvers. gd: the paper's basic model; bigsam: its improved one; bigsam-convergent: bigsam with a schedule
-    that converges."""
+    """Inner solvers. gd: the paper's basic model. bigsam: its improved one. bigsam-convergent: the convergent one."""
     steps: Counts = (100,)
     """Number of inner steps K. Several values make the paper's Figure 3."""
     every: Counts = (1,)
-    """Take a BiG-SAM step every N-th time, and plain descent between. Several values make the paper's Figure 2."""
+    """Take every N-th step by BiG-SAM, and plain steps between. Several values make the paper's Figure 2."""
     outer_steps: Count = 5
     """Number of outer steps."""
     lr: Rate = 0.05
