@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # PAGE.md COMMAND: make a page of what the command prints, with the notes of PAGE_notes.md at its end.
 PAGE := $(BIN)/python -m benchmarks.page
 
-.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention plan cleaning cleaning-matrix paper few-shot few-shot-page bench \
+.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan cleaning cleaning-matrix paper few-shot few-shot-page bench \
 	bench-quick peers gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -87,6 +87,10 @@ loop-cost: $(VENV)/.test
 attention: $(VENV)/.test
 	$(BIN)/python -m benchmarks.attention
 
+# MAML with tasks=N beside a loop over the tasks, ours and that of higher: a few minutes.
+tasks: $(VENV)/.bench
+	$(PAGE) docs/results/tasks.md $(BIN)/python -m benchmarks.tasks
+
 # Which states to keep if the number of steps is not known: steps run again, beside the fewest possible.
 plan: $(VENV)/.test
 	$(PAGE) docs/results/plan.md $(BIN)/python -m benchmarks.plan
@@ -136,9 +140,9 @@ omniglot-solvers = --omniglot --model conv4 --outer-steps 800 --curve-points 8 $
 figure4-paper = --paper $(SHORT) --steps 1,5,10,20
 figure4-rates = $(SHORT) --solvers gd,bigsam --lr 0.8,1.6,4,8,16 --curve-points 1 --test-on val --seeds 1
 figure4 = $(SHORT) --solvers gd,bigsam --lr 4 --steps 1,5,10,20
-tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 20 --train-queries 1 --images 120 --chunk 120 --lr 1.6 --eta 0.003 --mirror \
-	--shift 0.05 --test-turns 1 --test-views mirror --outer-steps 300 --also 5x1,5x5,20x5 --curve-points 6 --curve-episodes 100 --test-episodes 1000 \
-	--test-steps 5 --baselines none --solvers gd,bigsam --seeds 3
+tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 20 --train-queries 2 --images 120 --chunk 120 --lr 1.6 --eta 0.003 --mirror \
+	--shift 0.05 --zoom 0.15 --light 0.2 --precision auto --test-turns 1 --test-views mirror --outer-steps 1200 --also 5x1,5x5,20x5 --curve-points 12 \
+	--curve-episodes 100 --test-episodes 1000 --test-steps 5 --baselines none --solvers gd,bigsam --seeds 3
 figure5-paper = --paper --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
 STUDIES = omniglot omniglot-float32 omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper
 few-shot: $(VENV)/.test
