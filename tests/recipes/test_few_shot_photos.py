@@ -434,6 +434,16 @@ def test_a_pickled_model_is_refused_in_plain_words(
     assert "weights_only" not in error
 
 
+def test_an_encoder_that_was_copied_to_a_folder_is_not_overwritten(
+    folder: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = damaged(run, tmp_path) / "encoder.json"
+    before = copied.read_bytes()
+    for more in ([], ["--resume"]):
+        assert "holds an encoder, but not its run; give" in fails(capsys, folder, *QUICK, *more, "--out", tmp_path)
+    assert copied.read_bytes() == before
+
+
 def test_a_task_of_one_class_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([str(folder), "--ways", "1"])

@@ -227,8 +227,7 @@ def test_queries_that_are_in_the_support_set_and_classes_without_a_picture_are_n
     out = tmp_path / "out"
     assert main(["predict", "patches", str(support), str(tmp_path / "query"), "--out", str(out), "--quiet"]) == 0
     words = ["No picture is recognised as lost: no support picture of that class can be used.",
-             "1 query pictures are also in the support set, and show nothing about other pictures; the first is "
-             "known.png."]  # fmt: skip
+             "Query pictures that are also in the support set: 1; the first is known.png."]  # fmt: skip
     printed = capsys.readouterr().out
     assert all(part in printed and part in (out / "predictions.html").read_text() for part in words)
     assert "digit 7/again.png: the same picture as" in printed

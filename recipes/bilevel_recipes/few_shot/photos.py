@@ -158,6 +158,8 @@ def run(command: Command, argv: Sequence[str]) -> str:
     runs.set_up("cpu", c.output.threads)
     folder = c.output.out or Path("runs") / (c.photos.resolve().stem or "photos")
     refuse_file(folder)
+    if any((folder / name).exists() for name in (WEIGHTS, ABOUT)) and not (folder / "settings.json").is_file():
+        raise FileExistsError(f"bilevel-fewshot: {folder} holds an encoder, but not its run; give another --out.")
     m = gather(c)
     settings = {**asdict(c.data), **asdict(c.training), "pictures": m.digest}
     runs.open_folder(folder, {k: v for k, v in settings.items() if k not in ("root", "weights")}, c.output.resume)

@@ -179,8 +179,8 @@ def _known(query: Files, support: Files) -> list[str]:
     known = [name for name, digest in zip(query.names, query.digests, strict=True) if digest in digests]
     if not known:
         return []
-    return [f"{len(known)} query pictures are also in the support set, and show nothing about other pictures; the "
-            f"first is {printable(known[0])}."]  # fmt: skip
+    return [f"Query pictures that are also in the support set: {len(known)}; the first is {printable(known[0])}. They "
+            "show nothing about other pictures."]  # fmt: skip
 
 
 def _both(extractor: Extractor, pictures: list[Picture], page: list[Shown]) -> NDArray[Any]:
