@@ -1,7 +1,7 @@
 """Train encoders for few-shot tasks, compare solvers, write a report.
 
-The flags below are for studies on public data sets. `bilevel-fewshot PHOTOS` trains one on a folder of one's own, and
-`bilevel-fewshot predict RUN SUPPORT QUERY` recognises new classes; each has a --help of its own.
+The flags below are for studies on public data sets. `bilevel-fewshot PHOTOS` trains an encoder on your own
+pictures, and `bilevel-fewshot predict RUN SUPPORT QUERY` recognises new classes. Each has its own --help.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREDICT = """examples:
 """
 
 EXAMPLES = """examples:
-  python -m bilevel_recipes.few_shot                                       digits and their turns as classes, in seconds
+  python -m bilevel_recipes.few_shot                                       digits and rotated digits, in seconds
   python -m bilevel_recipes.few_shot --omniglot --data-root DATA           one encoder for tasks of all kinds
   python -m bilevel_recipes.few_shot --paper --dataset omniglot --data-root DATA --steps 1,5,10,20
       the paper's rates

@@ -44,7 +44,7 @@ class Data:
     download: bool = False
     """Let torchvision download Omniglot to --data-root."""
     turns: Count = 4
-    """1: images are not turned. 2, 3, 4: each turn by 90° makes further classes."""
+    """1: images are not rotated. 2, 3, 4: each rotation by 90° makes new classes."""
     test_turns: Whole = 0
     """The same for test classes; 0: as many turns as in training."""
     ways: Counts = (5,)
@@ -62,7 +62,7 @@ class Data:
     shift: Rate = 0.0
     """Move training images by up to this share of their side."""
     turn: Rate = 0.0
-    """Turn training images by up to so many degrees."""
+    """Rotate training images by up to this many degrees."""
     zoom: Rate = 0.0
     """Enlarge or shrink training images by a factor of up to 1 + X, separately in width and height."""
     light: Rate = 0.0
