@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,13 +42,38 @@ pytestmark = pytest.mark.usefixtures("double")
     [
         (0.05, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05)),
         (1e6, lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1e6)),
+        (bilevel.clip_norm(0.05, 1.0), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05, 1.0)),
+        (bilevel.clip_norm(0.05, math.inf), lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.05, math.inf)),
+        (bilevel.clip_value(0.05), lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.05)),
         (lambda d: {n: x.tanh() for n, x in d.items()}, lambda m: [p.grad.tanh_() for p in m.parameters()]),
     ],
-    ids=["norm", "norm that is not reached", "function"],
+    ids=["norm", "norm that is not reached", "1-norm", "largest entry", "values", "function"],
 )
 def test_clipping(clip, engine):
     momentum = lambda m: torch.optim.SGD(m.parameters(), RATE, momentum=0.9, weight_decay=0.1)
     exact(losses(mlp), ENGINES[engine], bits=False, clip=clip, optimizer=momentum)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: bilevel.clip_norm(0.0), ValueError, r"clip_norm: max_norm must be positive, got 0.0"),
+        (lambda: bilevel.clip_value(-1.0), ValueError, r"clip_value: value must be positive, got -1.0"),
+        (lambda: bilevel.clip_value(math.nan), ValueError, r"clip_value: value must be positive, got nan"),
+        (lambda: block_with(clip=True), TypeError, r"clip= takes the largest norm as a number.*got bool"),
+        (lambda: block_with(clip="1"), TypeError, r"clip= takes the largest norm as a number.*got str"),
+        (lambda: block_with(clip=-1), ValueError, r"max_norm must be positive, got -1"),
+        (lambda: block_with(direction=1.0), TypeError, r"direction= takes a function of the direction.*got float"),
+    ],
+)
+def test_what_is_no_clipping_and_no_direction(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def block_with(**options: Any) -> None:
+    case = weighted_samples(two_halves)
+    bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR, **options)
 
 
 # --- direction= ---

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -240,8 +241,15 @@ def test_live_bytes_are_flat_in_the_number_of_batches():
 
 
 def test_fetched_holds_indices_in_eight_bytes_each():
-    made = bilevel.fetched([], torch.arange(1000))
-    assert made._indices.itemsize == 8
+    rows = torch.arange(100_000)
+    tracemalloc.start()
+    try:
+        made = bilevel.fetched(range(len(rows)), rows, collate_fn=len)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 8.1 * len(rows)
+    assert made() == len(rows)
     assert bilevel.fetched({"a": 1.0, "b": 2.0}, ["b", "a"])().tolist() == [2.0, 1.0]
 
 

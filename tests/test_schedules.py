@@ -1,3 +1,4 @@
+import math
 from itertools import pairwise
 
 import pytest
@@ -25,8 +26,16 @@ def test_what_the_convergence_proof_asks_of_the_weight_of_g(p):
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: constant(1.5), lambda: power(-1), lambda: convergent(0), lambda: convergent(1, 2)]
+    ("wrong", "words"),
+    [
+        (lambda: constant(1.5), r"constant: α must lie in \[0, 1\], got 1.5"),
+        (lambda: constant(math.nan), r"constant: α must lie in \[0, 1\], got nan"),
+        (lambda: power(-1), "power: p must be at least 0, got -1"),
+        (lambda: power(math.nan), "power: p must be at least 0, got nan"),
+        (lambda: convergent(0), "convergent: c and p must lie in .*, got c=0, p=0.5"),
+        (lambda: convergent(1, 2), "convergent: c and p must lie in .*, got c=1, p=2"),
+    ],
 )
-def test_wrong_arguments(wrong):
-    with pytest.raises(ValueError, match="must"):
+def test_wrong_arguments(wrong, words):
+    with pytest.raises(ValueError, match=words):
         wrong()

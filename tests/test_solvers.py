@@ -14,6 +14,7 @@ def test_weights():
     assert bilevel.BiGSAM(0.3, alpha=0.25).weights(5) == pytest.approx((0.075, 0.225))  # s defaults to t
     assert bilevel.BiGSAM(0.3, alpha=0.25, every=2).weights(5) == (0.3, 0.0)
     assert bilevel.BDA(0.3, 0.2, bilevel.constant(0.25)).weights(5) == pytest.approx((0.225, 0.05))
+    assert bilevel.BDA(1.0).weights(4) == (0.75, 0.25)  # α_k = 1/k
     assert bilevel.Penalty(0.3, c=0.5).weights(5) == pytest.approx((0.3, 0.15))
     assert bilevel.GD(lambda k: 1 / k).weights(4) == (0.25, 0.0)
 
@@ -48,6 +49,20 @@ def test_a_loss_of_weight_zero_is_not_evaluated():
     assert calls == ["g", "g"]  # steps 4 and 8
     assert [x.g is None for x in losses] == [True, True, True, False] * 2
     assert all(x.h is not None for x in losses)
+
+
+def test_h_of_weight_zero_is_not_evaluated():
+    ridge, calls = Ridge.random(), []
+
+    def h(model):
+        calls.append("h")
+        return ridge.h(model)
+
+    solver = bilevel.BiGSAM(0.1, alpha=lambda k: k % 2)
+    with bilevel.inner(ridge.model(), h, ridge.g, solver=solver, check=False) as loop:
+        losses = [loop.step() for _ in range(4)]
+    assert calls == ["h", "h"]  # steps 1 and 3
+    assert [(x.h is None, x.g is None) for x in losses] == [(False, True), (True, False)] * 2
 
 
 def test_rates_as_outer_variables_by_function_of_k():
@@ -98,5 +113,7 @@ def test_resolving():
         bilevel.inner(model, ridge.h, ridge.g, solver="sgd")
     with pytest.raises(ValueError, match=r"lr=0.1 and a solver object.*GD\(t=0.1\)"):
         bilevel.inner(model, ridge.h, ridge.g, solver=bilevel.GD(0.2), lr=0.1)
+    with pytest.raises(ValueError, match=r"unknown solver <class.*Make an object of it: GD\(t=0.1\)"):
+        bilevel.inner(model, ridge.h, ridge.g, solver=bilevel.GD)
     with pytest.raises(ValueError, match=r"lr=0.1 and optimizer= were both given"):
         bilevel.inner(model, ridge.h, ridge.g, lr=0.1, optimizer=torch.optim.SGD(model.parameters()))
