@@ -299,6 +299,20 @@ class Centred(nn.Module):
         return x - self.centre
 
 
+class Levelled(Centred):
+    """One number, which no counter is."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = torch.zeros(())
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.centre.copy_(0.5 * self.centre + 0.5 * x.mean())
+        return self.read(x)
+
+
 class Counted(Centred):
     """A buffer that is written and never read again."""
 
@@ -306,20 +320,36 @@ class Counted(Centred):
         return x
 
 
-@pytest.mark.parametrize("replaced", [False, True])
+@pytest.mark.parametrize(
+    "layer", [Centred, lambda: Centred(replaced=True), Levelled], ids=["in place", "replaced", "one number"]
+)
 @pytest.mark.parametrize("engine", ["reverse", "memory", "unroll", "forward"])
-def test_another_buffer_that_h_changes_and_g_reads_is_warned_of(engine, replaced):
-    build, lam = losses(lambda: mlp(Centred(replaced)), train_and_eval), start()
+def test_another_buffer_that_h_changes_and_g_reads_is_warned_of(engine, layer):
+    build, lam = losses(lambda: mlp(layer()), train_and_eval), start()
     model, h, g, batch, outer = build(lam)
     with pytest.warns(bilevel.DerivativeWarning) as told:  # the sentinel has its say as well: h has a stop-gradient
         hypergrad(model, h, g, lam, batch, outer, solver="gd", lr=0.1, engine=ENGINES[engine])
     assert any("buffer '1.centre'" in str(w.message) for w in told)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int64], ids=["not read", "whole numbers"])
-def test_other_buffers_are_not_warned_of(dtype):
-    """pytest makes errors of warnings. Integers have no derivative to miss."""
-    layer = (lambda: Counted()) if dtype is None else (lambda: Centred(dtype=dtype))
+class Annealed(nn.Module):
+    """A counter in floating point, which h and g read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return x / self.count
+
+
+@pytest.mark.parametrize(
+    "layer", [Counted, lambda: Centred(dtype=torch.int64), Annealed], ids=["not read", "whole numbers", "a counter"]
+)
+def test_other_buffers_are_not_warned_of(layer):
+    """pytest makes errors of warnings. What counts has no derivative to miss."""
     build, lam = losses(lambda: mlp(layer()), train_and_eval), start()
     model, h, g, batch, outer = build(lam)
     assert float(hypergrad(model, h, g, lam, batch, outer, solver="gd", lr=0.1).norm()) > 0
