@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
 import shutil
@@ -176,6 +177,17 @@ def test_a_model_with_weights_from_disk_needs_no_training(
     [row] = predictions(tmp_path / "out")
     assert row["file"] == "one.png"
     assert float(row["probability"]) + float(row["its probability"]) == pytest.approx(1, abs=2e-4)
+
+
+def test_a_terminal_without_these_characters_gets_escapes(
+    tmp_path: Path, sets: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    support = shutil.copytree(sets[0], tmp_path / "support")
+    (support / "digit 7").rename(support / "猫")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert main(["predict", "patches", str(support), str(sets[1]), "--out", str(tmp_path / "out"), "--quiet"]) == 0
+    sys.stdout.seek(0)
+    assert "\\u732b" in sys.stdout.read()
 
 
 def test_one_picture_of_each_class_has_no_leave_one_out_accuracy(
@@ -418,5 +430,8 @@ def test_the_page_fits_a_phone_and_asks_nothing_of_a_network(hostile: Path) -> N
             view.evaluate("for (const i of document.images) i.loading = 'eager'")
             view.wait_for_function("[...document.images].every(i => i.complete && i.naturalWidth > 0)")
             assert view.locator("li img").count() == 4
+            lines = view.evaluate("[...document.querySelectorAll('.second')].map(p => p.innerText.split('\\n')[0])")
+            assert len(lines) == 4
+            assert all(line.startswith("or ") for line in lines)  # not o, r in two lines beside a long name
         browser.close()
     assert seen == []
