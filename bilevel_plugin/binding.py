@@ -447,7 +447,9 @@ class Binding:
         if (key := (name, code_of(loss))) in self.evaluated_losses:
             return _NOTHING
         self.evaluated_losses.add(key)
-        return self._looking(FirstLook(self.noted, graphs_are_kept=self.graphs_are_kept))
+        # the weights of one task are in the model only while a loss runs, not in the backward pass
+        kept = self.graphs_are_kept or self.tasks is not None
+        return self._looking(FirstLook(self.noted, graphs_are_kept=kept))
 
     @contextmanager
     def _looking(self, look: FirstLook) -> Generator[None]:

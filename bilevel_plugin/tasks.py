@@ -1,7 +1,11 @@
 """N inner problems at once: every inner tensor has a leading task dimension, λ is shared.
 
-Each loss is written for one task; its vmap over the tasks is summed, and since no loss sees another task's
-weights, the gradient of the sum is every task's own. The solve itself is not vmapped.
+Each loss is written for one task; its values on the tasks are summed, and since no loss sees another task's weights,
+the gradient of the sum is every task's own. The solve itself is not vmapped.
+
+A loss is vmapped over the tasks, which is fast where the model is small. A model with convolutions of its own weights
+is evaluated for one task after the other: their vmap, a grouped convolution, takes more time than the loop, and up to
+twice the memory (docs/results/tasks.md). So is a model with a layer that has no vmap.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from .binding import Binding, Inside
 from .graph import State, tensors_of
+from .kernels import is_stopped, stop_gradient
 
 _TENSOR = object()
 
@@ -22,7 +27,6 @@ _TENSOR = object()
 class TaskBinding(Binding):
     """`Binding` with weights, buffers and batches for N tasks, and losses summed over them."""
 
-    vmaps_losses = True
     batch_dimension = 1
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tasks: int) -> None:
@@ -30,18 +34,7 @@ class TaskBinding(Binding):
             raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {tasks!r}.")
         super().__init__(model, optimizers, own_parameters=False)
         self.tasks, self.holds = tasks, False
-        for name, module in model.named_modules():
-            if isinstance(module, nn.RNNBase):
-                raise TypeError(
-                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__}) "
-                    "has no vmap in PyTorch. Loop over the tasks with a block for each, or write it with nn.LSTMCell."
-                )
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None:  # pyright: ignore
-                raise TypeError(
-                    f"bilevel.inner: tasks= vmaps the losses, and {name or 'the model'!r} ({type(module).__name__} "
-                    "with momentum=None) reads its count as a number, which vmap does not allow. Set its momentum, or "
-                    "loop over the tasks with a block for each."
-                )
+        self.vmaps_losses = not any(map(self.needs_loop, model.modules()))
         self.buffers = {n: self.repeat_for_tasks(b).clone() for n, b in self.buffers.items()}
 
     @property
@@ -54,25 +47,63 @@ class TaskBinding(Binding):
     def map_over_tasks(self, function: Callable[[State], State], d: State) -> State:
         return torch.func.vmap(function)(d) if d else d
 
-    def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
-        split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (args, kwargs))
+    def needs_loop(self, module: nn.Module) -> bool:
+        """Whether the module is a convolution with weights of the tasks, or has no vmap in PyTorch."""
+        if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
+            weights = {id(p) for p in self.parameters.values()}
+            return any(id(p) in weights for p in module.parameters())  # a parametrized layer has them in a child
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        return isinstance(module, nn.RNNBase) or (batch_norm and module.momentum is None)
 
-        others: list[Any] = []  # what a call returns besides tensors: the same for every task
+    def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
+        self.check_batch("the model", (args, kwargs))
+        tensors = {**inside.swapped, **inside.buffers()}
+        found: list[Any] = []  # the form of what a call returns, and what it holds besides tensors: alike for all tasks
 
         def one_task(tensors: State, rest: Any) -> Any:
             with self.swapped(tensors, inside.taking) as mine:
                 leaves, spec = pytree.tree_flatten(function(self.model, *rest[0], **rest[1]))
-                others[:] = [spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]]
+                found.append((spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]))
+                if found[0][0] != spec or not all(map(_is_same, found[0][1], found[-1][1])):
+                    raise ValueError(
+                        "bilevel.inner: with tasks= a loss or the model returned, besides tensors, something that "
+                        "differs from task to task. Return it as a tensor."
+                    )
                 return [x for x in leaves if isinstance(x, Tensor)], mine.buffers()
 
         # the buffers come back as results: a call may have replaced them, not only changed them in place
-        tensors = {**inside.swapped, **inside.buffers()}
-        out, buffers = torch.func.vmap(one_task, in_dims=(0, split), randomness="different")(tensors, (args, kwargs))
+        if self.vmaps_losses:
+            split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (args, kwargs))
+            over_tasks = torch.func.vmap(one_task, in_dims=(0, split), randomness="different")
+            out, buffers = over_tasks(tensors, (args, kwargs))
+        else:
+            out, buffers = self._one_by_one(one_task, tensors, (args, kwargs))
         for holder, name, n in self._buffer_places:
             holder[name] = buffers[n]
-        found = iter(out)
-        spec, leaves = others
-        return pytree.tree_unflatten([next(found) if x is _TENSOR else x for x in leaves], spec)
+        spec, leaves = found[0]
+        tensors_of_all = iter(out)
+        return pytree.tree_unflatten([next(tensors_of_all) if x is _TENSOR else x for x in leaves], spec)
+
+    def _one_by_one(
+        self, one_task: Callable[[State, Any], Any], tensors: State, rest: Any
+    ) -> tuple[list[Tensor], State]:
+        """Return what vmap would, from a loop over the tasks."""
+        # the gradients for the parts of an unbind are stacked once; those of x[i] would be N tensors of all tasks
+        parts = {n: x.unbind() for n, x in tensors.items()}
+        outs: list[list[Tensor]] = []
+        buffers: list[State] = []
+        for i in range(self.tasks or 1):
+            # a buffer may be changed in place, which autograd forbids for a part of an unbind
+            mine = {n: x[i].clone() if n in self.buffers else x[i] for n, x in parts.items()}
+            out, left = one_task(mine, pytree.tree_map(lambda x, i=i: x[i] if isinstance(x, Tensor) else x, rest))
+            outs.append(out)
+            buffers.append(left)
+        together = {n: torch.stack([left[n] for left in buffers]) for n in buffers[0]}
+        stopped = {n for n in together if all(is_stopped(left[n]) for left in buffers)}
+        after = {
+            n: stop_gradient(x) if n in stopped else x for n, x in together.items()
+        }  # the stack of them is not one
+        return [torch.stack(x) for x in zip(*outs, strict=True)], after
 
     def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.func.vmap(function)
@@ -88,3 +119,7 @@ class TaskBinding(Binding):
                     f"dimension, but {name} was given one of shape {tuple(x.shape)}. Stack the tasks' batches, or "
                     f"x.expand({self.tasks}, *x.shape) for what they share."
                 )
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    return x is y or (isinstance(x, (bool, int, float, complex, str)) and type(x) is type(y) and x == y)
