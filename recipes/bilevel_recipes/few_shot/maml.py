@@ -80,7 +80,7 @@ def along(step: int, steps: int, until: int) -> list[float]:
 def pull(learner: Learner, batch: Batch, weights: Sequence[float], rule: Any = "gd", first_order: bool = False) -> None:
     """Adapt to each task of a batch, and add the hypergradient of Σ_k c_k·g(w_k), summed over them, into .grad.
 
-    A block for each task: with tasks=N convolutions have N sets of weights, for which the CPU has no fast kernel.
+    A block for each task: with tasks=N the graphs of all tasks would be held at once.
     weights: c_1, …, c_K.
     """
     outer_variables = [p for p in learner.parameters() if p.requires_grad]
