@@ -227,6 +227,7 @@ class OptimizerRule(UpdateRule):
                 for p in group["params"]:
                     if p in names:
                         self._read_state(names[p], p, optimizer.state.get(p, {}), rule, repeat_for_tasks)
+        self._state = self._state_of_optimizers()
 
     def _read_state(
         self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, repeat_for_tasks: Callable[[Tensor], Tensor]
@@ -242,7 +243,21 @@ class OptimizerRule(UpdateRule):
     def _ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
 
+    def _state_of_optimizers(self) -> list[tuple[Any, int]]:
+        """Return the objects of the optimizers' state with their versions, by which a change is noticed."""
+        held = [x for o in self._optimizers for x in (o.state, *(x for s in o.state.values() for x in s.values()))]
+        return [(x, x._version if isinstance(x, Tensor) else 0) for x in held]
+
     def check(self) -> None:
+        now = self._state_of_optimizers()
+        if len(now) != len(self._state) or any(
+            x is not y or i != j for (x, i), (y, j) in zip(now, self._state, strict=True)
+        ):
+            raise RuntimeError(
+                "bilevel.inner: the state of the optimizer has changed in the block (load_state_dict, or momentum that "
+                "was reset). It is read when the block is opened, and never again. Keep the weights by commit_() "
+                "before such a change, and open a new block after it."
+            )
         if self._ids() != self._held:
             raise RuntimeError(
                 "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set "
@@ -309,6 +324,7 @@ class OptimizerRule(UpdateRule):
                     held["step"] = torch.tensor(float(self._count[n]), device=where)
                 if held:
                     optimizer.state[by_name[n]].update(held)
+        self._state = self._state_of_optimizers()
 
     def lacks(self, need: str) -> str | None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -401,6 +401,31 @@ def test_an_optimizer_whose_options_change_after_the_steps(engine, lr):
     assert float(rate) == float(lr)
 
 
+@pytest.mark.parametrize("how", ["load_state_dict", "replaced", "cleared", "zeroed", "one entry"])
+def test_a_state_of_an_optimizer_that_changes_in_the_block(how):
+    """A plain loop would go on from the new state, and the block has its own."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+    loss = lambda m: m.weight.square().sum()
+    loss(model).backward()
+    optimizer.step()
+    held = optimizer.state[model.weight]
+    change = {
+        "load_state_dict": lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        "replaced": lambda: setattr(optimizer, "state", copy.copy(optimizer.state)),
+        "cleared": optimizer.state.clear,
+        "zeroed": lambda: held["momentum_buffer"].zero_(),
+        "one entry": lambda: held.update(momentum_buffer=torch.zeros(2, 3)),
+    }[how]
+    with bilevel.inner(model, loss, loss, solver="gd", optimizer=optimizer) as loop:
+        loop.step()
+        loop.commit_(optimizer=True)  # which is no change by hand
+        loop.step()
+        change()
+        with refused("the state of the optimizer has changed in the block", r"commit_\(\)"):
+            loop.step()
+
+
 # --- sparse gradients, rates of a shape ---
 
 
