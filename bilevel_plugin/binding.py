@@ -508,11 +508,15 @@ class Binding:
 
     def _as_aux(self, x: Tensor) -> Tensor:
         """Detach a tensor that a loss returned beside its value, and mark it, so that no later batch can have it."""
-        held = {t.data_ptr() for t in (*self.parameters.values(), *self.buffers.values()) if not t.is_meta}
-        y = x.detach().clone() if not x.is_meta and x.data_ptr() in held else x.detach()  # which the next step changes
+        held = {_address(t) for t in (*self.parameters.values(), *self.buffers.values())} - {None}
+        y = x.detach().clone() if _address(x) in held else x.detach()  # the next step changes what the model holds
         if x.requires_grad:
             setattr(y, AUX, self.token)
         return y
+
+
+def _address(x: Tensor) -> int | None:
+    return None if x.is_meta or x.layout != torch.strided else x.data_ptr()
 
 
 @contextmanager

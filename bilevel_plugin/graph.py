@@ -135,9 +135,19 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors on the host hold the same bits, NaNs included."""
     if x.shape != y.shape or x.dtype != y.dtype:
         return False
+    if x.layout != torch.strided or y.layout != torch.strided:
+        return x.layout == y.layout and all(map(same_bits, _parts_of_sparse(x), _parts_of_sparse(y)))
     if x.is_contiguous() and y.is_contiguous():
         return _memcmp(x.data_ptr(), y.data_ptr(), x.nbytes) == 0
     return bool(torch.isclose(x.detach(), y.detach(), rtol=0, atol=0, equal_nan=True).all())
+
+
+def _parts_of_sparse(x: Tensor) -> tuple[Tensor, ...]:
+    if x.layout == torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    return x.ccol_indices(), x.row_indices(), x.values()
 
 
 _memcmp = (ctypes.cdll.msvcrt if sys.platform == "win32" else ctypes.CDLL(None)).memcmp

@@ -443,6 +443,31 @@ def test_cached_parametrizations_inside_h(engine):
     exact(losses(orthogonal, wrap), engine, bits=False)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=str)
+def test_a_sparse_buffer(layout, engine):
+    """The adjacency of a graph network; a change of it in the block is noticed."""
+
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.out = nn.Linear(3, 4), nn.Linear(4, 2)
+            adjacency = torch.eye(4) + torch.eye(4).roll(1, 0)
+            self.register_buffer("adjacency", adjacency.to_sparse(layout=layout))
+
+        def forward(self, x):
+            return self.out((self.adjacency @ self.first(x).tanh().T).T)
+
+    exact(losses(Graph), engine, bits=False)
+    model = Graph()
+    loss = lambda m: (m(torch.ones(2, 3)).square().sum(), m.out.weight)
+    with bilevel.inner(model, loss, loss, solver="gd", lr=0.1, engine=engine) as loop:
+        loop.step()
+        model.adjacency.values().mul_(2) if layout != torch.sparse_coo else model.adjacency._values().mul_(2)
+        with refused("the buffer 'adjacency' was changed in the block"):
+            loop.step()
+
+
 # --- what is trained changes in the loop ---
 
 
