@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from bilevel_plugin.solvers import SOLVERS
 OWN: dict[str, Any] = {"reverse": "reverse", "sqrt": bilevel.Reverse("sqrt"), "forward": "forward"}
 SWAPPED: dict[str, Any] = {"memory": bilevel.Reverse(memory="1GiB"), "unroll": "unroll"}
 ENGINES = {**OWN, **SWAPPED}  # exact after any number of steps: the fixture `engine` has one after the other
+# memory= of a loop that fits: Linux tells how much is free, and elsewhere "auto" is refused
+ROOM = "auto" if Path("/proc/meminfo").exists() else "1GiB"
 IMPLICIT = {"cg": "cg", "neumann": "neumann"}  # at a fixed point
 PLANS = {  # which states are kept, in loops of few steps
     **ENGINES,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from contract import ROOM
 from torch import nn
 
 import bilevel_plugin as bilevel
@@ -138,7 +139,7 @@ CASES = {
     "bigsam": {"solver": "bigsam"},
     "sqrt": {"engine": bilevel.Reverse(checkpoint="sqrt")},
     "truncate": {"engine": bilevel.Reverse(truncate=3), "wrt_start": False},
-    "memory": {"engine": bilevel.Reverse(memory="auto"), "solver": "bigsam"},
+    "memory": {"engine": bilevel.Reverse(memory=ROOM), "solver": "bigsam"},
     "little memory": {"engine": bilevel.Reverse(memory="12kB")},
     "unroll": {"engine": "unroll", "solver": "bigsam"},
     "momentum": {"optimizer": sgd, "solver": "bigsam"},
@@ -157,7 +158,7 @@ CASES = {
     "features": {"run": features},
     "on the way": {"run": on_the_way},
     "on the way, sqrt": {"run": on_the_way, "engine": bilevel.Reverse(checkpoint="sqrt")},
-    "on the way, memory": {"run": on_the_way, "engine": bilevel.Reverse(memory="auto")},
+    "on the way, memory": {"run": on_the_way, "engine": bilevel.Reverse(memory=ROOM)},
     "on the way, unrolled": {"run": on_the_way, "engine": "unroll"},
 }
 if hooks_on_saved is None:  # torch 2.6, where blocks= is off
@@ -219,9 +220,16 @@ def failures(rank, group):
             loop.run(2, x, y, outer=(x_val, y_val))
             loop.backward(model)
 
-    return {
-        f.__name__: message(f) for f in (other_start, own_rate, one_step_more, one_nan, other_inputs, unused_everywhere)
-    }
+    def outer_variable_in_direction():
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        with block(smooth_model(), direction=lambda d: {n: scale * v for n, v in d.items()}) as loop:
+            loop.run(2, x, y, outer=(x_val, y_val))
+            loop.hypergrad(scale)
+
+    mistakes = (
+        other_start, own_rate, one_step_more, one_nan, other_inputs, unused_everywhere, outer_variable_in_direction
+    )  # fmt: skip
+    return {f.__name__: message(f) for f in mistakes}
 
 
 def traffic(group, engine):

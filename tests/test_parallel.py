@@ -67,6 +67,10 @@ def test_all_ranks_hold_the_same_bits(found):
         ("one_nan", "FloatingPointError: bilevel.inner: h is nan at step k = 1"),
         ("other_inputs", "ValueError: bilevel.inner: the ranks want the gradients of different outer variables"),
         ("unused_everywhere", "ValueError: bilevel.inner: neither loss depends on input 0"),
+        (
+            "outer_variable_in_direction",
+            "ValueError: bilevel.inner: a function of the direction, or a rule of your own",
+        ),
     ],
 )
 def test_a_mistake_on_one_rank_is_told_to_all(found, mistake, words):

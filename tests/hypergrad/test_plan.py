@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import io
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
+from contract import ROOM
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from problems import weighted
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 from benchmarks.measure import live
-from bilevel_plugin.hypergrad import reverse
+from bilevel_plugin.hypergrad import plan, reverse
 from bilevel_plugin.hypergrad.plan import (
     Budget,
     Keep,
@@ -379,7 +381,7 @@ def test_memory_is_as_planned(share: float) -> None:
 
 def test_with_room_for_all_nothing_is_run_again() -> None:
     _, _, batch, inner = problem()
-    with inner(engine=bilevel.Reverse(memory="auto")) as loop:
+    with inner(engine=bilevel.Reverse(memory=ROOM)) as loop:
         loop.run(5, *batch, outer=batch)
         assert (loop.plan.graphs, loop.plan.states, loop.plan.reruns) == (5, 0, 0)
         assert "5 graphs and 0 states are kept" in str(loop.plan)
@@ -393,12 +395,34 @@ def test_with_room_for_all_nothing_is_run_again() -> None:
 def test_sizes_as_people_write_them() -> None:
     assert [parse(x) for x in ("2GiB", "500 MB", "1.5k", 10, "7b")] == [2**31, 500_000_000, 1500, 10, 7]
     assert parse("auto") is None
-    assert 0 < free(torch.device("cpu")) < 2**50
     for wrong in ("2 cows", "-1", 0, "GiB", ""):
         with pytest.raises(ValueError, match="number of bytes, a size like"):
             bilevel.Reverse(memory=wrong)
     with pytest.raises(ValueError, match="leave out checkpoint= or memory="):
         bilevel.Reverse(memory="1GiB", checkpoint="sqrt")
+
+
+def test_what_is_free_is_what_the_system_and_the_container_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = "/sys/fs/cgroup/memory."
+    files = {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    800 kB\n"}
+
+    def opened(path: str) -> io.StringIO:
+        if path not in files:
+            raise FileNotFoundError(path)
+        return io.StringIO(files[path])
+
+    monkeypatch.setattr(plan, "open", opened, raising=False)
+    cpu = torch.device("cpu")
+    assert free(cpu) == 800 * 1024
+    files |= {f"{group}max": "max\n", f"{group}current": "100000\n"}
+    assert free(cpu) == 800 * 1024
+    files[f"{group}max"] = "500000\n"
+    assert free(cpu) == 400_000
+    del files["/proc/meminfo"]
+    with pytest.raises(ValueError, match="how much memory is free is not known on this system"):
+        free(cpu)
+    with pytest.raises(ValueError, match="how much memory is free on 'meta' is not known here"):
+        free(torch.device("meta"))
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_it_takes() -> None:
