@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import platform
 from typing import Any
 
@@ -91,6 +92,8 @@ def test_turns_are_those_of_rot90() -> None:
     with pytest.raises(ValueError, match="turns=1"):
         Images(oblong)
     assert Images(oblong, turns=1).shape == (3, 4, 5)
+    black = Images(Part(np.zeros((2, 3, 3), np.uint8), np.array([0, 1])))
+    assert torch.equal(black[torch.arange(2)], torch.zeros(2, 1, 3, 3))  # of no deviation
 
 
 def test_impossible_tasks_are_refused_at_once() -> None:
@@ -109,10 +112,9 @@ def smooth(features: int = 6) -> nn.Module:
 
 
 def tiny(tasks: int = 3, ways: int = 3, shots: int = 2, queries: int = 4) -> Episodes:
-    images = Images(load("digits").part("train"))
-    episodes = Episodes(images, tasks, ways, shots, queries)
-    images._mean, images._std = images._mean.double(), images._std.double()
-    return episodes
+    part = load("digits").part("train")
+    mean, deviation = Images(part).scale
+    return Episodes(Images(part, scale=(mean.double(), deviation.double())), tasks, ways, shots, queries)
 
 
 def by_hand(encoder: nn.Module, batch: Any, solver: str, steps: int, t: float, s: float, features: str) -> Tensor:
@@ -307,6 +309,7 @@ def test_the_interval_is_that_of_the_mean() -> None:
     found = score(torch.tensor([0.0, 1.0] * 50))
     assert found.mean == 0.5
     assert found.interval == pytest.approx(1.96 * 0.5025 / 10, rel=1e-3)
+    assert math.isnan(score(torch.tensor([0.5])).interval)  # one task has none
     assert nearest_mean(torch.tensor([[[0.0], [3.0]]]), torch.tensor([[[1.0], [2.0]]])).tolist() == [[0, 1]]
 
 
@@ -330,3 +333,8 @@ def test_views_are_the_mean_of_mirrored_and_moved_images() -> None:
         assert torch.allclose(Views(encoder, ("shift",))(x), sum(map(encoder, moved)) / 5)
         both = [*moved, *(part.flip(-1) for part in moved)]
         assert torch.allclose(Views(encoder, ("shift", "mirror"))(x), sum(map(encoder, both)) / 10)
+    ramp = torch.arange(60.0).expand(1, 1, 84, 60)  # moved by 60/28, two pixels; the border is repeated
+    found = Views(nn.Flatten(), ("shift",))(ramp).view(84, 60)
+    middle, left = ramp[0, 0], torch.tensor([0.0, 1.0])
+    assert torch.allclose(found[:, 2:-2], middle[:, 2:-2])
+    assert torch.allclose(found[:, :2], (3 * left + (left + 2) + 0) / 5)
