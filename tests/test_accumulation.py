@@ -250,7 +250,7 @@ def test_an_exception_in_a_micro_batch_leaves_the_loop_usable(engine, where):
         for k in range(3):
             for i in HALVES:
                 if k == 1 and not isinstance(loop, Plain):
-                    with pytest.raises(KeyError):
+                    with pytest.raises(KeyError, match="a bad sample"):
                         loop.accumulate(100 * samples()[0], h=fails)
                 loop.accumulate(draw(i), i)
             if where == "between" and not isinstance(loop, Plain):
@@ -308,7 +308,7 @@ def test_the_sentinel_sees_a_detach_in_a_micro_batch():
     case = weighted_samples(two_halves)
     loss = case.h
     case.h = lambda model, x, i: loss(model, x, i) * (1 + model[1].weight.square().sum().detach())
-    with pytest.warns(bilevel.DerivativeWarning):
+    with pytest.warns(bilevel.DerivativeWarning, match="the second derivative of h is not the derivative of the loss"):
         case.block("reverse", check="always")
 
 

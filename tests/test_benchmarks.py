@@ -280,7 +280,7 @@ def test_a_page_is_what_a_command_prints_with_its_notes(tmp_path, capfd):
 
 def test_figures_of_two_machines_are_not_mixed(tmp_path, capsys):
     (tmp_path / "benchmarks.json").write_text('{"machine": {"cpu": "Another CPU"}}')
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         main(["--out", str(tmp_path), "--merge", "--parts", "overhead", "--size", "tiny"])
     assert "measured on Another CPU" in capsys.readouterr().err
     assert not (tmp_path / "benchmarks.md").exists()

@@ -326,7 +326,7 @@ def test_what_is_known_is_not_computed_again(page, monkeypatch):
 
 
 def test_unknown_names_are_refused(capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         cleaning.main(["--methods", "cleanlap"])
     assert "unknown: cleanlap; choose from ours, cleanlab" in capsys.readouterr().err
 

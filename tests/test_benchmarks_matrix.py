@@ -63,6 +63,6 @@ def test_the_reading_is_counted():
 
 
 def test_a_missing_file_is_named(capsys, tmp_path):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         cleaning_matrix.main(["--sets", "agnews", "--cache", str(tmp_path), "--out", str(tmp_path)])
     assert "agnews: ag_news_csv/test.csv is missing; give its folder with --data-root" in capsys.readouterr().err

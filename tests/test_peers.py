@@ -343,7 +343,7 @@ def test_betty_detached_losses() -> None:
     """Its example detaches the losses that the network sees. That drops how w_K depends on them, in Betty as here."""
     p, model = Reweighting(stop=Tensor.detach), mlp()
     theirs = with_betty(p, model, 6, lambda params: SGD(params, lr=0.5))
-    with pytest.warns(bilevel.DerivativeWarning):
+    with pytest.warns(bilevel.DerivativeWarning, match="the second derivative of h is not the derivative of the loss"):
         ours = p.for_network(model, 6, lr=0.5, check="always")  # its code was seen above, without the detach
     agree("Betty", "data reweighting, losses detached", ours, theirs)
 

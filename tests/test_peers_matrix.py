@@ -83,6 +83,6 @@ def test_the_page_is_that_of_the_stored_figures(tmp_path, monkeypatch) -> None:
 
 
 def test_an_unknown_library_is_refused(capsys) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         peers_matrix.main(["--libraries", "lower"])
     assert "no lower; known: bilevel_plugin, higher" in capsys.readouterr().err

@@ -204,7 +204,7 @@ def test_what_can_not_be_compiled_runs_eagerly_and_says_so():
     encoded = torch.exp(lam)
     fallback("external grad_fn", lambda m, x, y: (encoded * h(m, x, y)).mean(), g, lam, x, y, model, lr=0.1)
     broken = lambda m, x, y: h(m, x, y) * (1.0 if x.sum().item() < 1e9 else 2.0)
-    fallback(".", broken, g, lam, x, y, model, lr=0.1)
+    fallback(r"data-dependent|\.item\(\)|[Gg]raph break", broken, g, lam, x, y, model, lr=0.1)
 
 
 def test_with_a_memory_budget_states_are_kept_and_no_graphs():
