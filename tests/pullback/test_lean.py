@@ -1,4 +1,4 @@
-"""."""
+"""Lean: the values of the gradient are left out, and the hypergradient is that of `unroll`."""
 
 from __future__ import annotations
 
