@@ -76,6 +76,23 @@ def block_with(**options: Any) -> None:
     bilevel.inner(case.model, case.h, case.g, solver="gd", lr=LR, **options)
 
 
+# --- hooks on parameters ---
+
+
+def test_several_hooks_on_one_parameter(engine):
+    """Each is given what the one before returned; one that only looks returns None, and changes nothing."""
+    seen = []
+
+    def hooked(model: nn.Module) -> torch.optim.Optimizer:
+        for hook in (lambda d: (4 * d).tanh(), lambda d: seen.append(d.detach().clone()), lambda d: d - 0.1 * d**3):
+            model[1].weight.register_hook(hook)
+        return momentum(model)
+
+    case = weighted_samples(two_halves, optimizer=hooked)
+    agree(case, engine)
+    assert all(float(d.abs().max()) < 1 for d in seen)
+
+
 # --- direction= ---
 
 

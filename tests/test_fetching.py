@@ -313,6 +313,16 @@ def test_an_iterator_is_an_error():
         loop_with(problem, lambda: next(loader))
 
 
+@pytest.mark.parametrize("batches_left", [0, 2, 3])
+def test_an_iterator_that_is_used_up_is_an_error(batches_left):
+    """In a step, or when it is run again; a StopIteration would be one of ours."""
+    problem = Problem()
+    rows = torch.arange(SIZE)
+    left = iter([(problem.data.x[rows], problem.data.y[rows], rows)] * batches_left)
+    with pytest.raises(RuntimeError, match=r"fetch= raised StopIteration: an iterator .* bilevel\.fetched"):
+        loop_with(problem, lambda: next(left))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize(
     ("fetch", "error", "match"),
@@ -346,7 +356,8 @@ def test_sparse_tensors_strings_and_arrays_are_compared():
 
     x = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     trees = [
-        (x,), (x.T,), (x.double(),), (x.to_sparse(),), ((2 * x).to_sparse(),), ([x],), {"a": x}, {"b": x},
+        (x,), (x.T,), (x.double(),), (x.to_sparse(),), ((2 * x).to_sparse(),), (x.flip(1).to_sparse(),), ([x],),
+        {"a": x}, {"b": x},
         (x, "a"), (x, "b"), (x, 1), (x, 2.0), (x, None),
         (x.numpy(),), (x.numpy() + 1,), (x[:0],), (x.flatten(),), (x.bool(),),
     ]  # fmt: skip

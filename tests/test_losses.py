@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -198,6 +201,58 @@ def test_a_copy_of_the_model_made_inside_h(engine):
     h, g = weighted(lam)
     with refused("deepcopy|copy|does not depend on the weights"):
         attempt(mlp(), lambda m, x, y: h(copy.deepcopy(m), x, y), g, lam, data(), data(5), engine=engine)
+
+
+# --- which losses are the same code ---
+
+
+class Switched:
+    """A loss with a flag, as an object and as a method of one."""
+
+    def __init__(self, semi: Any) -> None:
+        self.semi = semi
+
+    def __call__(self, model: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+        return switched(model, x, scale, semi=self.semi)
+
+    def h(self, model: nn.Module, x: Tensor, scale: Tensor) -> Tensor:
+        return self(model, x, scale)
+
+
+def switched(model: nn.Module, x: Tensor, scale: Tensor, semi: Any) -> Tensor:
+    """A semi-gradient, if it is switched on."""
+    target = 2 * model(x)
+    target = target.detach() if semi is True or semi == "on" else target
+    return scale.exp() * (model(x) - target).square().mean()
+
+
+SWITCHES: dict[str, Callable[[bool], Callable[..., Tensor]]] = {
+    "a closure": lambda semi: lambda m, x, scale: switched(m, x, scale, semi),
+    "a word in a closure": lambda semi: (lambda flag: lambda m, x, s: switched(m, x, s, flag))("on" if semi else "off"),
+    "a default": lambda semi: lambda m, x, scale, semi=semi: switched(m, x, scale, semi),
+    "a partial function": lambda semi: functools.partial(switched, semi=semi),
+    "an object": Switched,
+    "a method": lambda semi: Switched(semi).h,
+}
+
+
+@pytest.mark.parametrize("how", SWITCHES)
+def test_a_loss_with_another_flag_is_another_loss(how):
+    """check="first" looks at each once: also at that which differs by a flag from one that was looked at."""
+
+    def told(h: Callable[..., Tensor]) -> bool:
+        model, scale = nn.Linear(3, 1), torch.tensor(0.1, requires_grad=True)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            with bilevel.inner(model, h, lambda m, x: m(x).mean(), solver="gd", lr=0.1, check="first") as loop:
+                loop.run(2, torch.ones(4, 3), scale, outer=(torch.ones(4, 3),))
+                loop.hypergrad(scale)
+        return any(issubclass(w.category, bilevel.DerivativeWarning) for w in found)
+
+    honest, semi = SWITCHES[how](False), SWITCHES[how](True)
+    assert not told(honest)
+    assert told(semi)
+    assert not told(semi)  # it was looked at
 
 
 # --- arguments by name ---

@@ -216,6 +216,17 @@ def test_its_result_can_be_differentiated_again_by_unroll() -> None:
     assert float(second) == pytest.approx(slope, rel=1e-7)
 
 
+@pytest.mark.parametrize("engine", RIDGE)
+def test_a_weight_that_is_written_to_later_counts_as_it_was(engine: str) -> None:
+    weight = torch.ones(())
+
+    def add_scaled(k: int, loop: bilevel.Loop) -> None:
+        if k in AT:
+            loop.add_outer_loss(weight=weight.fill_(AT[k]))
+
+    assert relative(ridge_with(RIDGE[engine], add_scaled), ridge_with("unroll", add)) <= 1e-12
+
+
 # --- tensors of the batch, tasks, truncation, a file ---
 
 
@@ -366,7 +377,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     whole = solve()
     steps, most[0] = len(gone), 4
     gone.clear()
-    with pytest.raises(Stop):
+    with pytest.raises(Stop):  # the error of the test's own
         solve()
     most[0] = 99
     with pytest.raises(ValueError, match=r"the steps that have an outer loss and .* differ"):
@@ -500,6 +511,9 @@ def test_what_depends_on_the_weights_is_no_weight_or_batch(engine: str) -> None:
         aux = loop.step().aux
         with pytest.raises(ValueError, match="a tensor in weight= was computed from the weights of this loop"):
             loop.add_outer_loss(weight=loop.weights["w"].sum(), outer=1.0)
+        confidence = loop.step(h=lambda m: (ridge.h(m), m.w.exp().mean())).aux
+        with pytest.raises(ValueError, match="a tensor in weight= is what a loss of this loop returned"):
+            loop.add_outer_loss(weight=confidence, outer=1.0)
         for wrong in (loop.add_outer_loss, lambda outer: loop.hypergrad(ridge.lam, outer=outer)):
             with pytest.raises(ValueError, match="a tensor in outer= is what a loss of this loop returned"):
                 wrong(outer=aux)

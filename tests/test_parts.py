@@ -23,7 +23,7 @@ REFUSED = {
     "class weights": lambda m, x, y: F.cross_entropy(m(x), y, weight=torch.tensor([1.0, 2.0, 5.0]).double()),
     "padding": lambda m, x, y: F.cross_entropy(m(x), y, ignore_index=0),
     "a regularised sum": lambda m, x, y: (
-        F.cross_entropy(m(x), y, reduction="sum") + 1e-8 * sum(p.square().sum() for p in m.parameters())
+        F.cross_entropy(m(x), y, reduction="sum") + 1e-10 * sum(p.square().sum() for p in m.parameters())
     ),
     "standardised": lambda m, x, y: ((m(x) - m(x).mean(0)) / (1 + m(x).std(0))).square().sum(1).sqrt().mean(),
 }
@@ -73,6 +73,13 @@ def test_a_loss_that_is_not_finite_on_some_samples_is_refused():
         step(data, REFUSED["padding"])
 
 
+def test_a_loss_that_is_finite_on_the_batch_and_not_on_a_group_of_samples_is_refused():
+    data = Cleaning()
+    h = lambda m, x, y, i: F.cross_entropy(m(x), y) / float(len(i) == N or 0 not in i)
+    with pytest.raises(ValueError, match="h is not finite on some of the samples alone, and finite on others"):
+        step(data, h, data.x, data.y, torch.arange(N))
+
+
 def test_a_loss_of_zero_has_to_be_said():
     data = Cleaning()
     with pytest.raises(ValueError, match="h is 0 on these samples"):
@@ -111,6 +118,9 @@ def test_batch_norm_in_training_mode_is_refused(reduction, tracks):
     data.model.eval()
     if tracks:
         step(data, h, reduction=reduction)
+    else:  # it normalises by the batch in either mode
+        with pytest.raises(ValueError, match="BatchNorm1d in training mode"):
+            step(data, h, reduction=reduction)
 
 
 def test_a_loss_that_changes_a_buffer_is_refused():

@@ -277,6 +277,18 @@ def test_a_batch_that_is_refilled(how, engine):
         assert abs(float(grad @ v) - differences(by_hand, lam, v)) < 1e-6 * float(grad.norm())
 
 
+@pytest.mark.parametrize("engine", ["memory", "unroll"])
+@pytest.mark.parametrize("rows", [slice(0, 350), slice(350, 700)], ids=["the first half", "the second half"])
+def test_a_part_of_a_large_batch_that_is_refilled(rows, engine):
+    """Where graphs are kept, entries from everywhere in a batch are looked at."""
+    lam, model, x, y = torch.zeros(700, requires_grad=True), mlp(), torch.randn(700, 3), torch.randint(2, (700,))
+    with refused("changed", "graph"):
+        with bilevel.inner(model, *weighted(lam), solver="gd", lr=RATE, engine=ENGINES[engine], check=False) as loop:
+            loop.run(2, x, y, outer=data(5))
+            x.numpy()[rows] *= 2
+            loop.hypergrad(lam)
+
+
 # --- sparse batches ---
 
 

@@ -60,7 +60,7 @@ def end(loop, batch, outer, lam):
 
 def in_the_body(loop, batch, outer, lam):
     loop.run(2, *batch, outer=outer)
-    raise Mine
+    raise Mine("in the body")
 
 
 WORN = ["batchnorm and dropout", "lstm", "pruned", "old weight norm", "old spectral norm", "orthogonal", "odd", "tied"]
@@ -94,13 +94,27 @@ def test_everything_is_what_it_was(name, way, engine):
     h, g = weighted(lam)
     h, g = (raising(f, *breaks[n]) if n in breaks else f for n, f in (("h", h), ("g", g)))
     before = everything(model)
-    with pytest.raises(error) if error else contextlib.nullcontext():
+    with pytest.raises(error, match=r"^in (a loss|the body)$") if error else contextlib.nullcontext():
         with bilevel.inner(model, h, g, solver="gd", lr=0.1, engine=ENGINES[engine], check=False) as loop:
             body(loop, batch, outer, lam)
     unchanged(model, before)
     with bilevel.inner(model, *weighted(lam), solver="gd", lr=0.1, check=False) as loop:  # nothing is left held
         loop.run(2, *batch, outer=outer)
     unchanged(model, before)
+
+
+def test_modes_and_flags_that_the_body_changes_are_put_back():
+    model, lam, batch, outer = worn("lstm"), start(), data(), data(5)
+    model.add_module("words", nn.Embedding(3, 2, sparse=True))
+    before = everything(model)
+    with bilevel.inner(model, *weighted(lam), solver="gd", lr=0.1, check=False) as loop:
+        loop.run(2, *batch, outer=outer)
+        for module in model.modules():
+            module.training = not module.training
+        for p in model.parameters():
+            p.requires_grad_(not p.requires_grad)
+    unchanged(model, before)
+    assert model.words.sparse  # its gradients are dense in the block
 
 
 @pytest.mark.parametrize("engine", ["reverse", "sqrt"])
@@ -117,7 +131,7 @@ def test_an_exception_in_a_replay_leaves_the_last_weights_in_the_model(engine, e
     with bilevel.inner(model, h, g, solver="gd", optimizer=sgd(model), engine=ENGINES[engine], check=False) as loop:
         loop.run(STEPS, *batch, outer=outer)
         held, random = tensors(model), torch.get_rng_state()
-        with pytest.raises(error):
+        with pytest.raises(error, match=r"^in a loss$"):
             loop.hypergrad(lam)
         assert_same(tensors(model), held)
         assert all(m.training for m in model.modules())
@@ -165,6 +179,7 @@ def test_two_blocks_on_one_model(first, second, out_of_order):
     one = blocks[0].__enter__()
     one.run(2, *batch, outer=outer)
     middle = tensors(model)
+    model.train(not model.training)  # which is not how the first block found it
     two = blocks[1].__enter__()
     assert_same(tensors(model), middle)
     two.run(2, *batch, outer=outer)
