@@ -107,7 +107,14 @@ class Source:
 
 
 def _call(fetch: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    returned = fetch()
+    try:
+        returned = fetch()
+    except StopIteration:
+        raise RuntimeError(
+            "bilevel.inner: fetch= raised StopIteration: an iterator in it is used up. It is called again where the "
+            "step is replayed, and must return the same batch then: bilevel.fetched(dataset, indices). Or pass the "
+            "batch itself, which is then kept."
+        ) from None
     args: tuple[Any, ...] = ()
     named: dict[str, Any] = {}
     if isinstance(returned, Mapping):

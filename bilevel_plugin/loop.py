@@ -584,6 +584,7 @@ class Loop:
         binding.check_held(self._z, self._k)
         self._check_outer_variables()
         binding.announce("add_outer_loss")
+        self._check_batch("weight=", (weight,))
         with EXCLUSIVE, torch.enable_grad(), undisturbed(binding), full_precision():
             end = self._end(outer, loss, as_weight(weight))
             try:
@@ -814,7 +815,6 @@ class Loop:
         """Return the outer loss at the current weights."""
         if loss is not None and outer is not None:
             raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
-        self._refuse_graph_to_weights("weight=", (weight,))
         if loss is not None:
             return _GivenLoss(self, scalar("loss=", loss), weight)
         batch = self._outer if outer is None else as_tuple(outer)
