@@ -16,7 +16,7 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has but the second,
 KILLED = -KILL if os.name == "posix" else int(KILL)  # what the parent is told
 
 
-def solve(folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam", first=0.0, **options):
+def solve(folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam", first=0.0, every=0.0, **options):
     """The hypergradient, and how often h was evaluated; killed in the middle of that evaluation of h."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
@@ -32,7 +32,7 @@ def solve(folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam
         return (1 + mu) * (torch.sigmoid(lam) * F.cross_entropy(model(x), y, reduction="none")).mean()
 
     g = lambda model, x, y: scale * F.cross_entropy(model(x), y)
-    engine = bilevel.Reverse(store=Path(folder), resume=resume, every=0.0, **options)
+    engine = bilevel.Reverse(store=Path(folder), resume=resume, every=every, **options)
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     with bilevel.inner(model, h, g, solver="bigsam", optimizer=sgd, engine=engine, check=False) as loop:
         for k in range(steps):

@@ -230,6 +230,17 @@ class Bags(nn.Module):
         return self.out(self.bag((x > 0).long()).tanh())
 
 
+class Scaled(nn.Module):
+    """An embedding by the function: as a module it is refused before any step (tests/test_kernels.py)."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x):
+        return F.embedding((x > 0).long(), self.table, scale_grad_by_freq=True).mean(1).tanh()
+
+
 class Flash(nn.Module):
     def __init__(self):
         super().__init__()
@@ -255,6 +266,7 @@ CENTRES = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
 NO_SECOND = {
     "EmbeddingBag, mean": (losses(lambda: Bags("mean")), "EmbeddingBag"),
     "EmbeddingBag, max": (losses(lambda: Bags("max")), "EmbeddingBag"),
+    "embedding": (losses(Scaled), "scale_grad_by_freq"),
     "CTCLoss": (losses(mlp, scored(ctc)), "CTC"),
     "cdist": (losses(mlp, scored(lambda m, x: -torch.cdist(m(x), CENTRES))), "cdist"),
     "cdist, p = 3": (losses(mlp, scored(lambda m, x: -torch.cdist(m(x), CENTRES, p=3))), "cdist"),

@@ -54,14 +54,13 @@ def test_killed_at_random_moments_it_ends_alike(tmp_path, checkpoint):
     assert list(folder.iterdir()) == []
 
 
-@pytest.fixture
-def stopped(tmp_path, monkeypatch):
-    """A folder with the journal of a sweep that an error has stopped."""
+class Stop(Exception):
+    """What stops a sweep."""
 
-    class Stop(Exception):
-        pass
 
-    plain, gone = bilevel.hypergrad.reverse.RecordedStep.check_end, []
+def stop(folder, monkeypatch, **options):
+    """A sweep that ends with an error after four steps."""
+    plain, gone = bilevel.RecordedStep.check_end, []
 
     def stopping(self, *args):
         gone.append(1)
@@ -70,8 +69,14 @@ def stopped(tmp_path, monkeypatch):
         return plain(self, *args)
 
     with monkeypatch.context() as patched, pytest.raises(Stop):
-        patched.setattr(bilevel.hypergrad.reverse.RecordedStep, "check_end", stopping)
-        resuming.solve(tmp_path)
+        patched.setattr(bilevel.RecordedStep, "check_end", stopping)
+        resuming.solve(folder, **options)
+
+
+@pytest.fixture
+def stopped(tmp_path, monkeypatch):
+    """A folder with the journal of a sweep that an error has stopped."""
+    stop(tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.iterdir()] == [JOURNAL]
     return tmp_path
 
@@ -82,6 +87,11 @@ def test_after_an_error_it_goes_on(stopped):
     assert torch.equal(found, expected)
     assert more - calls == 4
     assert list(stopped.iterdir()) == []
+
+
+def test_the_journal_is_written_no_more_often_than_it_was_asked_for(tmp_path, monkeypatch):
+    stop(tmp_path, monkeypatch, every=3600.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -50,3 +50,15 @@ def test_stored_iterates_keep_their_layout():
     store.drop(kept)
     again = store.keep(z)
     assert again["a"].data_ptr() == kept["a"].data_ptr()
+
+
+def test_a_state_may_be_replaced_by_its_own_tensors_in_another_order():
+    """As in an update that hands a moment on: each is read before it is written over."""
+    store, one, other = Store(), torch.randn(3), torch.randn(3)
+    kept = store.keep({"a": one, "b": other})
+    swapped = store.replace(kept, {"a": kept["b"], "b": kept["a"]})
+    assert torch.equal(swapped["a"], other)
+    assert torch.equal(swapped["b"], one)
+    more = store.replace(swapped, {"a": one, "c": swapped["a"]})  # other names: another row
+    assert torch.equal(more["c"], other)
+    assert store.in_memory == 1
