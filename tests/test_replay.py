@@ -154,11 +154,11 @@ def test_a_change_in_the_tenth_digit_is_noticed():
             loop.hypergrad(lam)
 
 
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("engine", ["reverse", "sqrt"])
 @pytest.mark.parametrize("by", [1.05, 0.97])
 def test_what_changed_is_noticed_under_autocast(engine, by):
     """bf16 has a unit of 0.8 %: its root, as a tolerance, lets 8 % pass."""
-    torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     model, lam, (x, y), (xv, yv) = nn.Linear(3, 2, bias=False), start(), data(), data(5)
     h, g = weighted(lam)

@@ -5,6 +5,7 @@ The judge is the plain loop with .detach(), and central differences of it: they 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -791,7 +792,7 @@ def test_gradcheck():
     assert not wrong
 
 
-def test_in_float32_under_autocast():
+def test_in_float32_under_autocast(monkeypatch):
     """The type of what is stopped is kept, and the step is that of the plain loop."""
     case = temporal_differences()
     model = copy.deepcopy(case.model).float()
@@ -823,4 +824,10 @@ def test_in_float32_under_autocast():
         for a, b in zip(one.parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
     assert set(types) == {torch.bfloat16}
-    assert bool(torch.isfinite(grad).all())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "autocast", lambda *_: contextlib.nullcontext())
+        with bilevel.inner(one, h(bilevel.stop_gradient), g, solver="gd", lr=RATE, check=False) as loop:
+            loop.run(2, *batch)
+            exact = loop.hypergrad(lam)
+    assert types[-1] == torch.float32
+    assert 0 < relative(grad, exact) < 0.03

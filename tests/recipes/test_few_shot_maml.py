@@ -58,20 +58,17 @@ def by_hand(learner: Learner, data: Any, weights: Sequence[float], first_order: 
     return list(torch.autograd.grad(total, wanted))
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("weights", [[0.0, 0.0, 1.0], [0.2, 0.3, 0.5]], ids=["last", "along"])
 @pytest.mark.parametrize("first_order", [False, True])
 @pytest.mark.parametrize("rates", ["fixed", "step", "tensor"])
 def test_the_gradient_is_that_of_maml_written_out(rates: str, first_order: bool, weights: list[float]) -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        start = learner(rates)
-        (x, y), (x_query, y_query) = batch()
-        data = (x.double(), y), (x_query.double(), y_query)
-        before = copy.deepcopy(start.state_dict())
-        pull(start, data, weights, first_order=first_order)
-        expected = by_hand(start, data, weights, first_order)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    start = learner(rates)
+    (x, y), (x_query, y_query) = batch()
+    data = (x.double(), y), (x_query.double(), y_query)
+    before = copy.deepcopy(start.state_dict())
+    pull(start, data, weights, first_order=first_order)
+    expected = by_hand(start, data, weights, first_order)
     wanted = [p for p in start.parameters() if p.requires_grad]
     assert len(wanted) == 6 + (rates != "fixed")
     for p, grad in zip(wanted, expected, strict=True):

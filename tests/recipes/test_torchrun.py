@@ -47,6 +47,14 @@ def assert_same_encoder(folder, expected):
     torch.testing.assert_close(*filters, atol=1e-3, rtol=0)
 
 
+def children(pid):
+    """The processes that a process has started, in this order."""
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:  # not Linux
+        return subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=True).stdout.split()
+
+
 def weights(folder):
     (file,) = (folder / "runs").glob("*.pt")
     return torch.sigmoid(torch.load(file, weights_only=True)["lam"])
@@ -77,8 +85,7 @@ def test_a_process_that_dies_stops_the_run_and_another_number_goes_on(alone, tmp
     while not list(out.glob("runs/*.pt")):
         assert run.poll() is None
         time.sleep(0.02)
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    os.kill(int(children[-1]), signal.SIGKILL)
+    os.kill(int(children(run.pid)[-1]), signal.SIGKILL)
     _, errors = run.communicate(timeout=600)
     assert run.returncode == 1
     assert "another process of this run has ended" in errors
