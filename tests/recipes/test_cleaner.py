@@ -216,7 +216,7 @@ def test_every_setting_of_the_judge_is_a_setting_of_the_cleaner_with_the_same_de
         ({"threads": 0}, "threads must be at least 1; got 0"),
         ({"seed": -1}, "seed must not be negative; got -1"),
         ({"device": "nowhere"}, "device 'nowhere' can't be used here"),
-        ({"features": "wishes"}, "wishes"),
+        ({"features": "wishes"}, "there are no features 'wishes'; choose auto"),
         ({"options": {"steps": 0}}, "steps must be at least 1; got 0"),
         ({"options": {"folds": 1}}, "folds must be at least 2; got 1"),
         ({"options": {"solver": "magic"}}, "solver must be bigsam or gd; got 'magic'"),
@@ -252,16 +252,16 @@ def broken(what: str) -> Any:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("one class", "class"),
-        ("checked rows of one class", "class"),
-        ("no checked row", "checked"),
+        ("one class", "there is only one class, '0'"),
+        ("checked rows of one class", "all 15 checked rows are of one class"),
+        ("no checked row", "no row that can be used is checked"),
         ("empty checked", r"checked .*\(0,\)"),
-        ("only checked rows", "checked"),
-        ("x without rows", "row"),
+        ("only checked rows", "all rows are checked"),
+        ("x without rows", "arrays is empty"),
         ("x of one dimension", r"\(150,\)"),
         ("y of two dimensions", r"y .*\(150, 2\)"),
         ("y too short", r"y .*\(149,\)"),
-        ("a list of four", "tuple"),
+        ("a list of four", "got tuple"),
     ],
 )
 def test_arrays_that_cant_be_judged_get_a_sentence(what: str, sentence: str) -> None:
