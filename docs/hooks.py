@@ -5,7 +5,8 @@
 - a folder in `nav` stands for the pages that are in it, and for nothing if there are none;
 - CONTRIBUTING.md and CHANGELOG.md, which stay at the root of the repository, as pages;
 - notebooks as pages, with the outputs that are stored in them;
-- each picture as a link to its file, so that a tap on a phone shows it in full size.
+- each picture as a link to its file, so that a tap on a phone shows it in full size;
+- no table of contents beside pages that are mostly code, so that the lines of the code have its room.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _EXCERPT = re.compile(r"^<!-- excerpt of (\S+) -->\n```python\n(.*?)^```", re.DO
 _COMMENT = re.compile(r"(^|\s+)#.*")
 _NOTEBOOK = re.compile(r"\]\(([^():]+)\.ipynb([^()]*)\)")  # a link to one
 _PICTURE = re.compile(r'(?<=<p>)<img [^>]*?src="([^"]+)"[^>]*>(?=</p>)')  # alone in its paragraph
+_COMMENT_ABOVE = re.compile(r"\A\s*<!--.*?-->\s*(?=# )", re.DOTALL)  # above a title, which hides it from mkdocs
+_CODE = ("tutorials/", "loops/", "notebooks/", "coming-from/")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((\.\./[^)#\s]*)[^)]*\)")
 
 
@@ -56,6 +59,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return f'```python title="{name}, line {find(code, ROOT / name)}"\n{textwrap.dedent(code)}```'
         except (OSError, ValueError) as error:
             raise PluginError(f"{page.file.src_uri}: {error}") from error
+
+    markdown = _COMMENT_ABOVE.sub("", markdown)
+    if page.file.src_uri.startswith(_CODE):
+        page.meta.setdefault("hide", ["toc"])
 
     return inside(_NOTEBOOK.sub(r"](\1.md\2)", _EXCERPT.sub(excerpt, markdown)), Path(page.file.src_uri))
 
