@@ -59,6 +59,12 @@ def load(name: str, weights: str | Path | None) -> tuple[Backbone, Path]:
     """Return the model with its weights, and their file: `weights`, or the one in the cache of its library."""
     backbone = build(name)
     file = backbone.cached if weights is None else Path(weights)
+    if weights is not None and not file.is_file():
+        state = "is a folder" if file.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"bilevel-clean: the file of the weights of {name}, {file}, {state}; name the file that has them with "
+            "--weights FILE. Nothing is downloaded."
+        )
     if not file.is_file():
         raise FileNotFoundError(
             f"bilevel-clean: the weights of {name} are not on disk, and nothing is downloaded; put them at "
