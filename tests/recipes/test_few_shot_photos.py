@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,17 @@ from safetensors.torch import save
 from bilevel_recipes.few_shot import Episodes, Images, load_encoder, photos
 from bilevel_recipes.few_shot.__main__ import main, parse
 from bilevel_recipes.few_shot.augment import Augment
-from bilevel_recipes.few_shot.collection import labelled, look, read, resize, unlabelled
+from bilevel_recipes.few_shot.collection import (
+    labelled,
+    look,
+    make_folder,
+    own_name,
+    read,
+    resize,
+    unlabelled,
+)
 from bilevel_recipes.few_shot.encoder import Encoder, Head, Spec, build_body, check_size, save_encoder
+from bilevel_recipes.few_shot.evaluate import Score
 from bilevel_recipes.few_shot.photos import gather, split_classes
 from bilevel_recipes.few_shot.sources import Part
 
@@ -100,7 +110,9 @@ def test_weights_of_another_architecture_are_refused(run: Path, tmp_path: Path) 
     (tmp_path / "encoder.safetensors").write_bytes(content)
     about["sha256"] = hashlib.sha256(content).hexdigest()
     (tmp_path / "encoder.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match="does not hold the weights of conv4"):
+    with pytest.raises(
+        ValueError, match=r"not hold the weights that encoder\.json describes, of conv4 for images of 8"
+    ):
         load_encoder(tmp_path)
 
 
@@ -110,6 +122,11 @@ def test_weights_of_another_architecture_are_refused(run: Path, tmp_path: Path) 
         ({"format": 2}, "its format is 2, and this version reads 1"),
         ({"channels": 2}, "height, width and channels"),
         ({"height": 10**9}, "height, width and channels"),
+        ({"height": 4096, "width": 4096}, "height, width and channels"),  # they would take 18 GB
+        ({"architecture": "timm:vit", "height": 1025}, "height, width and channels"),
+        ({"mean": ["x"]}, "have to be numbers"),
+        ({"head": {"ways": 5}}, "it has no rates"),
+        ({"head": 5}, "it holds no JSON object where one is needed"),
         ({"mean": [1.0, 2.0]}, "one for each channel"),
         ({"deviation": [0.0]}, "deviations have to be above 0"),
         ({"head": {"rates": [], "ways": 5}}, "rates at least 0"),
@@ -135,9 +152,10 @@ def test_an_unknown_architecture_and_a_missing_file_are_refused(run: Path, tmp_p
     file.write_text(json.dumps({**json.loads(file.read_text()), "architecture": "conv9"}))
     with pytest.raises(ValueError, match=r"no encoder 'conv9'; choose conv4.* torchvision:NAME"):
         load_encoder(tmp_path)
-    file.write_text("{")
-    with pytest.raises(ValueError, match="does not describe an encoder"):
-        load_encoder(tmp_path)
+    for text in ("{", "[]", "[" * 100_000, "{}"):
+        file.write_text(text)
+        with pytest.raises(ValueError, match="does not describe an encoder"):
+            load_encoder(tmp_path)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"has no encoder\.json; give the folder of a finished run"):
         load_encoder(tmp_path)
@@ -209,6 +227,79 @@ def test_folders_behind_links_are_read_and_circles_end(tmp_path: Path) -> None:
     (tmp_path / "photos" / "a" / "round").symlink_to(tmp_path / "photos")
     assert labelled(tmp_path / "photos").names == unlabelled(tmp_path / "photos").names == ["a/1.png", "b/1.png"]
     assert labelled(tmp_path / "photos").labels == ["a", "b"]
+
+
+def test_rows_without_a_file_or_a_label_are_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("file,label\na.png,x\n ,y\nb.png,\n")
+    found = labelled(tmp_path / "list.csv", folder)
+    assert found.names == ["a.png"]
+    assert found.skipped == [("row 2", "it names no file"), ("b.png", "it has no label")]
+
+
+def test_pictures_of_earlier_predictions_are_no_data(tmp_path: Path) -> None:
+    write_digits(tmp_path / "photos", range(2), 3)
+    for home in ("", "runs/predict_query/"):
+        (own := tmp_path / "photos" / f"{home}predictions_files").mkdir(parents=True)
+        Image.fromarray(noise(8, 8)).save(own / "picture_000000.png")
+    for found in (labelled(tmp_path / "photos"), unlabelled(tmp_path / "photos")):
+        assert len(found.names) == 6
+        assert "folders predictions_files that were left out: 2." in found.warnings[0]
+
+
+def test_results_have_the_name_of_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos.v2").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "photos.v2")
+    (tmp_path / "list.csv").touch()
+    monkeypatch.chdir(tmp_path / "photos.v2")
+    assert [own_name(Path(path)) for path in (".", "../link/", "../list.csv", "/")] == [
+        "photos.v2", "link", "list", "pictures"
+    ]  # fmt: skip
+
+
+def test_folders_that_can_not_be_written_to_are_refused_before_the_work(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    for command in ([folder], ["predict", "patches", folder, folder]):
+        error = fails(capsys, *command, "--out", tmp_path / "deep" / "out")
+        assert f"{tmp_path} can't be written to; give another --out" in error
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+    with pytest.raises(OSError, match=r"can't be made \(Read-only file system\); give another --out"):
+        make_folder(tmp_path / "out")
+
+
+def test_a_run_that_is_there_is_refused_before_pictures_are_read(
+    run: Path, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(photos, "gather", None)
+    error = fails(capsys, folder, *QUICK, "--out", run)
+    assert "holds a run; pass --resume to go on with it, or another --out" in error
+
+
+def test_other_pictures_are_named_when_a_run_is_resumed(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_digits(tmp_path / "other", range(5), 12)
+    error = fails(capsys, tmp_path / "other", *QUICK, "--out", run, "--resume")
+    assert "pictures: '72 of 6 classes, checksum " in error
+    assert "then, '60 of 5 classes, checksum " in error
+
+
+def test_training_that_did_not_help_is_said_to(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    means = iter([0.7, 0.7, 0.6, 0.7])
+
+    def measure(*_: Any, **__: Any) -> dict[str, Score]:
+        score = Score(next(means), 0.01)
+        return {"head": score, "nearest mean": score}
+
+    monkeypatch.setattr(photos, "_measure", measure)
+    for out, said in (("same", True), ("better", False)):
+        monkeypatch.setattr(photos, "_train", lambda m, *_: (m.encoder.spec.head, {}))
+        assert main([str(folder), *QUICK, "--out", str(tmp_path / out)]) == 0
+        assert ("Training has not raised the accuracy" in capsys.readouterr().out) == said
 
 
 def test_folders_without_pictures_are_named(tmp_path: Path) -> None:
@@ -360,11 +451,14 @@ def test_bad_input_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytes
     (tmp_path / "text.txt").write_text("x")
     assert "is neither a folder nor a .csv file; give a folder" in fails(capsys, tmp_path / "text.txt")
     (tmp_path / "wrong.csv").write_text("path,label\na.png,x\n")
-    assert "has no column file; its columns are path, label" in fails(capsys, tmp_path / "wrong.csv")
+    assert "has no column file; its columns are 'path', 'label'" in fails(capsys, tmp_path / "wrong.csv")
     (tmp_path / "bars.csv").write_text("file|label\na.png|x\n")
     assert "Cells are separated by commas or semicolons in a .csv" in fails(capsys, tmp_path / "bars.csv")
     (tmp_path / "short.csv").write_text("file,label\n")
-    assert "short.csv has no class" in fails(capsys, tmp_path / "short.csv", "--root", folder)
+    error = fails(capsys, tmp_path / "short.csv", "--root", folder)
+    assert "short.csv has no class; at least two are needed. The column label names the class of each file" in error
+    (tmp_path / "lost.csv").write_text("file,label\na.png,x\nb.png,y\n")
+    assert "in that which --root names" in fails(capsys, tmp_path / "lost.csv")
     (tmp_path / "ragged.csv").write_text("file,label\na.png,x\na.png,x,y\n")
     assert "as many cells in each line" in fails(capsys, tmp_path / "ragged.csv")
     error = fails(capsys, folder, "--out", tmp_path / "text.txt" / "run")
@@ -373,8 +467,13 @@ def test_bad_input_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytes
     assert "has one class, digit 0; at least two are needed" in fails(capsys, tmp_path / "one")
     write_digits(tmp_path / "tiny", range(3), 1)
     error = fails(capsys, tmp_path / "tiny")
-    assert "0 classes have at least 2 pictures" in error
-    assert "too small are digit 0, digit 1, digit 2" in error
+    assert "two classes need at least 2 pictures that can be used" in error
+    assert error.endswith("too small are digit 0 (1), digit 1 (1), digit 2 (1). Add pictures.\n")
+    (tmp_path / "tiny" / "digit 9").mkdir()
+    (tmp_path / "tiny" / "digit 9" / "x.png").write_bytes(b"?")
+    error = fails(capsys, tmp_path / "tiny")
+    assert "digit 9 (0). Add pictures. The first picture that was skipped: digit 9/x.png: unreadable image" in error
+    shutil.rmtree(tmp_path / "tiny" / "digit 9")
     shutil.copytree(tmp_path / "tiny", tmp_path / "splits" / "train")
     assert "which are splits and not classes" in fails(capsys, tmp_path / "splits")
     (tmp_path / "bad" / "a").mkdir(parents=True)
@@ -400,7 +499,7 @@ def test_bad_input_gets_one_sentence(folder: Path, tmp_path: Path, capsys: pytes
         (["--encoder", "conv4-pool"], "use conv4"),
         (["--image-size", "4"], "from 8 to 256 pixels; got 4"),
         (["--root", "x"], "leave it out, or correct it"),
-        (["--shots", "12"], "0 classes have at least 13 pictures"),
+        (["--shots", "12"], "two classes need at least 13 pictures"),
     ],
 )
 def test_flags_that_can_not_be_met(
@@ -455,5 +554,8 @@ def test_small_classes_are_left_out_and_named(folder: Path, tmp_path: Path) -> N
     (tmp_path / "photos" / "rare").mkdir()
     Image.fromarray(noise(8, 8)).save(tmp_path / "photos" / "rare" / "only.png")
     found = gather(parse([str(tmp_path / "photos"), "--quiet"]))
-    assert found.files.skipped == [("rare/only.png", "its class has no more than 1 pictures that can be used")]
+    assert found.files.skipped == [("rare/only.png", "its class has no more than 1 picture that can be used")]
+    assert (
+        "Classes that were left out, with their numbers of pictures that can be used: rare (1)." in found.files.warnings
+    )
     assert "rare" not in {name for part in found.classes.values() for name in part}

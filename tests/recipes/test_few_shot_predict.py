@@ -221,7 +221,12 @@ def test_bad_input_gets_one_sentence(
     error = fails(capsys, "predict", "patches", support, query, *out, "--weights", "x.pth")
     assert "--weights goes with torchvision:NAME" in error
     error = fails(capsys, "predict", "torchvision:resnet18", support, query, *out, "--weights", "x.pth")
-    assert "are not on disk, and nothing is downloaded" in error
+    assert "x.pth, does not exist; name the file that has them with --weights FILE" in error
+    error = fails(capsys, "predict", "torchvision:resnet18", support, query, *out, "--weights", tmp_path)
+    assert "is a folder; name the file" in error
+    (tmp_path / "list.csv").write_text("file")
+    error = fails(capsys, "predict", "patches", support, tmp_path / "list.csv", *out)
+    assert "error: list.csv: unreadable image" in error
     assert not (tmp_path / "out").exists()
 
 
@@ -369,6 +374,43 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = ["predict", "patches", str(home / "support"), str(home / "query"), "--out", str(home / "out")]
     assert main([*command, "--quiet"]) == 0
     return home / "out" / "predictions.html"
+
+
+def test_what_can_not_be_written_or_would_be_lost_is_named(
+    sets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["predict", "patches", *sets, "--out", tmp_path]
+    own = tmp_path / "predictions_files" / "picture_of_mine.png"
+    own.parent.mkdir()
+    own.touch()
+    assert "holds predictions_files; pass --overwrite, or another --out" in fails(capsys, *command)
+    assert own.is_file()
+    (tmp_path / "predictions.csv").mkdir()
+    error = fails(capsys, *command, "--overwrite")
+    assert "predictions.csv can't be written" in error
+    assert error.endswith("give the same command with --overwrite.\n")
+
+
+def test_rates_that_diverge_are_named(
+    sets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = Head([1e30] * 5, 5)
+    save_encoder(tmp_path, build_body("conv4", (1, 8, 8)), Spec("conv4", 8, 8, 1, [80.0], [95.0], head))
+    error = fails(capsys, "predict", tmp_path, *sets, "--out", tmp_path / "out")
+    assert "too large for these pictures; train the encoder again with a smaller --eta.\n" in error
+
+
+def test_the_page_of_the_current_folder_has_its_name(
+    sets: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = shutil.copytree(sets[1], tmp_path / "new.photos")
+    monkeypatch.chdir(query)
+    assert main(["predict", "patches", str(sets[0]), ".", "--quiet"]) == 0
+    assert "<bdi>new.photos</bdi>" in (query / "runs" / "predict_new.photos" / "predictions.html").read_text()
+
+
+def test_long_names_break_between_their_words() -> None:
+    assert page._breakable("a<b/c_d-e.png") == "a&lt;b/<wbr>c_<wbr>d-<wbr>e.<wbr>png"
 
 
 def test_the_page_is_whole_and_escapes_names(hostile: Path) -> None:

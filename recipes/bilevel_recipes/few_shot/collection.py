@@ -22,8 +22,9 @@ from tqdm import tqdm
 
 from ..clean.pictures import SUFFIXES, Picture, read_pictures
 from ..clean.sources import images_below, images_of_classes, open_source
-from ..on_page import is_grey
+from ..on_page import folder_beside, is_grey
 
+PAGE = "predictions.html"  # what predict writes; its pictures may be in a folder beside it
 LARGEST = 84  # the default of the largest side in pixels, as in MiniImageNet's usual protocol
 _SAMPLED = 200  # the number of pictures by which size and colour are chosen
 _CHUNK = 128
@@ -97,10 +98,11 @@ def _in_folders(folder: Path) -> Files:
     home = Path(os.path.abspath(folder))
     with own_prefix():
         names, others = images_of_classes(folder)
+    names, earlier = _without_earlier_pages(names)
     classes = {name.split("/")[0] for name in names if "/" in name}
     folders = {f.name for f in home.iterdir() if f.is_dir() and not f.name.startswith(".")}
-    empty = sorted(folders - classes)
-    warnings = [_left_out(others, folder)] if others else []
+    empty = sorted(folders - classes - {folder_beside(Path(PAGE)).name})
+    warnings = [*earlier, *([_left_out(others, folder)] if others else [])]
     warnings += [f"These folders of {folder} have no pictures: {', '.join(map(printable, empty))}."] if empty else []
     loose = [(name, "it is not in the folder of a class") for name in names if "/" not in name]
     names = [name for name in names if "/" in name]
@@ -114,14 +116,18 @@ def _listed(path: Path, root: Path | None) -> Files:
     if missing:
         raise ValueError(
             f"bilevel-fewshot: {path} has no column {' and no column '.join(missing)}; its columns are "
-            f"{', '.join(map(str, source.table.columns))}. Rename them, or give another file. Cells are separated by "
-            "commas or semicolons in a .csv file, and by tabs in a .tsv file."
+            f"{', '.join(repr(str(name)) for name in source.table.columns)}. Rename them, or give another file. Cells "
+            "are separated by commas or semicolons in a .csv file, and by tabs in a .tsv file."
         )
-    files = [str(cell) for cell in source.table["file"]]
+    files = [str(cell).strip() and str(cell) for cell in source.table["file"]]
     labels = ["" if not isinstance(cell, str) else cell.strip() for cell in source.table["label"]]
     home = Path(os.path.abspath(root or source.folder))
-    keep = [i for i, label in enumerate(labels) if label]
-    skipped = [(files[i], "it has no label") for i, label in enumerate(labels) if not label]
+    keep = [i for i, label in enumerate(labels) if label and files[i]]
+    skipped = [
+        (file or f"row {i + 1}", "it has no label" if file else "it names no file")
+        for i, (file, label) in enumerate(zip(files, labels, strict=True))
+        if not (file and label)
+    ]
     return Files(home, [files[i] for i in keep], [labels[i] for i in keep], skipped, source.warnings)
 
 
@@ -133,12 +139,23 @@ def unlabelled(path: Path) -> Files:
     if not home.is_dir():
         raise FileNotFoundError(f"bilevel-fewshot: {path} does not exist; give a folder of pictures, or one picture.")
     names, others = images_below(home)
+    names, earlier = _without_earlier_pages(names)
     if not names:
         raise ValueError(
             f"bilevel-fewshot: the folder {path} has no pictures; give one with files that end in {_SUFFIXES}."
         )
-    warnings = [_left_out(others, path)] if others else []
+    warnings = [*earlier, *([_left_out(others, path)] if others else [])]
     return Files(home, names, [""] * len(names), [], warnings)
+
+
+def _without_earlier_pages(names: list[str]) -> tuple[list[str], list[str]]:
+    """Leave out the pictures of pages that predict has written there. Return a sentence as well if there are any."""
+    own = folder_beside(Path(PAGE)).name
+    kept = [name for name in names if own not in name.split("/")[:-1]]
+    if len(kept) == len(names):
+        return names, []
+    count = len(names) - len(kept)
+    return kept, [f"Pictures in folders {own} that were left out: {count}. They belong to earlier predictions."]
 
 
 def _left_out(others: int, folder: Path) -> str:
@@ -165,11 +182,13 @@ def read(files: Files, each: Callable[[list[Picture]], NDArray[Any]], quiet: boo
         if pictures:
             parts.append(each(pictures))
     if not kept:
-        first = f" The first: {skipped[0][0]}: {skipped[0][1]}." if skipped else ""
-        raise ValueError(
-            f"bilevel-fewshot: none of the {len(skipped)} pictures in {files.home} can be used.{first} Give pictures "
-            "that open."
-        )
+        first = ": ".join(map(printable, skipped[0]))
+        what = f"none of the {len(skipped)} pictures in {files.home} can be used. The first: {first}"
+        if len(skipped) == 1:
+            what = first
+        absent = any("does not exist" in why for _, why in skipped)
+        hint = " The files of a CSV file are in its own folder, or in that which --root names." if absent else ""
+        raise ValueError(f"bilevel-fewshot: {what}. Give pictures that open.{hint}")
     return np.concatenate(parts), replace(chosen(files, kept, skipped), digests=digests)
 
 
@@ -204,11 +223,35 @@ def without_copies(files: Files) -> tuple[list[int], Files]:
     return rows, chosen(files, rows, [*files.skipped, *((files.names[i], text) for i, text in sorted(why.items()))])
 
 
-def refuse_file(out: Path) -> None:
-    """Refuse a folder for results that can't be made, before anything is computed."""
-    file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
-    if file is not None:
-        raise ValueError(f"bilevel-fewshot: the results can't go to {out}: {file} is a file; give another --out.")
+def refuse_folder(out: Path) -> None:
+    """Refuse a folder for results that can't be made or written to, before anything is computed."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    why = None if there.is_dir() else "is a file"
+    if why is None and not os.access(there, os.W_OK | os.X_OK):
+        why = "can't be written to"
+    if why is not None:
+        raise ValueError(f"bilevel-fewshot: the results can't go to {out}: {there} {why}; give another --out.")
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder for the results. Some file systems refuse that although they seem to permit it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise OSError(f"bilevel-fewshot: the folder {out} can't be made ({why}); give another --out.") from error
+
+
+def own_name(path: Path) -> str:
+    """Return the name that results get: that of a folder, or of a file without its suffix. It is never empty."""
+    full = Path(os.path.abspath(path))
+    return (full.name if full.is_dir() else full.stem) or "pictures"
+
+
+def some(names: Sequence[str], most: int = 10) -> str:
+    """Return names in one line, the first of them if there are many."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + rest
 
 
 def printable(text: str) -> str:

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ from .. import runs
 from ..clean import backbones
 from ..clean.pictures import Picture, as_array, read_pictures
 from ..models import ENCODERS, build_encoder
-from .collection import Look, own_prefix, resize
+from .collection import Look, own_prefix, resize, without_prefix
 from .heads import Head
 from .train import prepare
 
 WEIGHTS, ABOUT = "encoder.safetensors", "encoder.json"
+LARGEST = 256, 1024  # pixels: the largest side of an encoder of our own, and of a torchvision or timm model
 FORMAT = 1  # the format of encoder.json; a file with another number is refused
 Read = str | Path | Image.Image | NDArray[np.uint8]
 
@@ -172,13 +173,19 @@ def load_encoder(run: str | Path) -> Encoder:
             f"bilevel-fewshot: {folder / WEIGHTS} is not the file that {ABOUT} was written with; it is damaged, or of "
             "another run. Copy both files from one run."
         )
-    body = build_body(spec.architecture, (spec.channels, spec.height, spec.width))
+    try:
+        body = build_body(spec.architecture, (spec.channels, spec.height, spec.width))
+    except ValueError as error:
+        raise ValueError(
+            f"bilevel-fewshot: the encoder of {folder / ABOUT} can't be built: {without_prefix(error)}"
+        ) from error
     try:
         body.load_state_dict(load(content))
     except (RuntimeError, SafetensorError) as error:
         raise ValueError(
-            f"bilevel-fewshot: {folder / WEIGHTS} does not hold the weights of {spec.architecture} "
-            f"({str(error).splitlines()[0]}); train it again, or use the version named in {ABOUT}."
+            f"bilevel-fewshot: {folder / WEIGHTS} does not hold the weights that {ABOUT} describes, of "
+            f"{spec.architecture} for images of {spec.height} × {spec.width} pixels and {spec.channels} channels; copy "
+            f"both files from one run, or use the versions named in {ABOUT}."
         ) from error
     return Encoder(body, spec).eval().requires_grad_(False)
 
@@ -186,16 +193,39 @@ def load_encoder(run: str | Path) -> Encoder:
 def _read_spec(file: Path) -> tuple[Spec, str]:
     try:
         found = json.loads(file.read_text("utf-8"))
-        version, digest = found.pop("format"), found.pop("sha256")
-        if version != FORMAT:
-            raise ValueError(f"its format is {version}, and this version reads {FORMAT}")
-        spec = Spec(**{**found, "head": Head(**found["head"])})
-        _check(spec)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _require_keys(found, ["format", "sha256"])
+        if found["format"] == FORMAT:  # otherwise the rest may have any form
+            digest = found["sha256"]
+            rest = {name: value for name, value in found.items() if name not in ("format", "sha256")}
+            spec = _made(Spec, {**rest, "head": _made(Head, rest.get("head"))})
+            _check(spec)
+            return spec, digest
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
             f"bilevel-fewshot: {file} does not describe an encoder ({error}); copy it again from the run that wrote it."
         ) from error
-    return spec, digest
+    raise ValueError(
+        f"bilevel-fewshot: {file} was written by another version of bilevel_plugin (its format is {found['format']!r}, "
+        f"and this version reads {FORMAT}); use that version, or train the encoder again."
+    )
+
+
+def _require_keys(found: Any, names: Sequence[str]) -> None:
+    if not isinstance(found, dict):
+        raise ValueError("it holds no JSON object where one is needed")
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(f"it has no {' and no '.join(missing)}")
+
+
+def _made(kind: Any, found: Any) -> Any:
+    """Return the dataclass with these values. Say which are missing, and which are unknown."""
+    known = fields(kind)
+    _require_keys(found, [f.name for f in known if f.default is MISSING and f.default_factory is MISSING])
+    unknown = sorted(found.keys() - {f.name for f in known})
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} is unknown")
+    return kind(**found)
 
 
 def _check(spec: Spec) -> None:
@@ -204,11 +234,14 @@ def _check(spec: Spec) -> None:
     if not isinstance(spec.architecture, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"architecture is {spec.architecture!r}")
     sizes = (spec.height, spec.width, spec.channels)
-    if not all(type(n) is int and 1 <= n <= 4096 for n in sizes) or spec.channels not in (1, 3):
+    largest = LARGEST[":" in spec.architecture]
+    if not all(type(n) is int and 1 <= n <= largest for n in sizes) or spec.channels not in (1, 3):
         raise ValueError(f"height, width and channels are {sizes}")
     if type(spec.head.ways) is not int:
         raise ValueError(f"ways are {spec.head.ways!r}")
     numbers = [*spec.mean, *spec.deviation, *spec.head.rates, spec.head.decay]
+    if not all(type(n) in (int, float) for n in numbers):
+        raise ValueError("mean, deviation, rates and decay have to be numbers")
     if len(spec.mean) != spec.channels or len(spec.deviation) != spec.channels or not np.isfinite(numbers).all():
         raise ValueError("mean and deviation have to be finite numbers, one for each channel")
     if min(spec.deviation) <= 0 or not spec.head.rates or min(numbers[2 * spec.channels :]) < 0 or spec.head.ways < 1:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
 
 from .. import on_page, runs
 
@@ -24,6 +26,7 @@ def write_page(path: Path, found: Predictions, title: str, command: str) -> list
     Pictures that take more than about 15 MB are files in the folder NAME_files beside the page NAME.html.
     """
     env = Environment(loader=PackageLoader("bilevel_recipes.few_shot"), autoescape=True, trim_blocks=True)
+    env.filters["breakable"] = _breakable
     chosen = _support_rows(found)
     examples = [found.pictures[0][i] for i in chosen]
     addresses, files = on_page.place([*examples, *found.pictures[1]], on_page.folder_beside(path))
@@ -43,6 +46,11 @@ def write_page(path: Path, found: Predictions, title: str, command: str) -> list
     # the name of a file may have characters that UTF-8 can't encode
     runs.write(path, page.encode("utf-8", "backslashreplace"))
     return [path, *files]
+
+
+def _breakable(name: str) -> Markup:
+    """Let a name go on in the next line behind _ - . and /, and not within its last word."""
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[_./-])", name))
 
 
 def _support_rows(found: Predictions) -> list[int]:

@@ -28,12 +28,15 @@ from .collection import (
     chosen,
     labelled,
     look,
+    make_folder,
+    own_name,
     own_prefix,
     printable,
     read,
-    refuse_file,
+    refuse_folder,
     resize,
     skipped_text,
+    some,
     without_copies,
 )
 from .encoder import ABOUT, WEIGHTS, Encoder, Spec, build_body, check_size, save_encoder
@@ -156,12 +159,15 @@ def run(command: Command, argv: Sequence[str]) -> str:
     """Train, test and write the encoder. Return what is printed at the end."""
     begin, c = time.perf_counter(), command
     runs.set_up("cpu", c.output.threads)
-    folder = c.output.out or Path("runs") / (c.photos.resolve().stem or "photos")
-    refuse_file(folder)
+    folder = c.output.out or Path("runs") / own_name(c.photos)
+    refuse_folder(folder)
+    _refuse_run(folder, c.output.resume)
     if any((folder / name).exists() for name in (WEIGHTS, ABOUT)) and not (folder / "settings.json").is_file():
         raise FileExistsError(f"bilevel-fewshot: {folder} holds an encoder, but not its run; give another --out.")
     m = gather(c)
-    settings = {**asdict(c.data), **asdict(c.training), "pictures": m.digest}
+    pictures = f"{len(m.files.names)} of {len(set(m.files.labels))} classes, checksum {m.digest[:16]}"
+    settings = {**asdict(c.data), **asdict(c.training), "pictures": pictures}
+    make_folder(folder)
     runs.open_folder(folder, {k: v for k, v in settings.items() if k not in ("root", "weights")}, c.output.resume)
     before = _measure(_untrained(m, c), "test", c, m.encoder.spec.head)
     head, trained = _learn_rates(m, c) if m.frozen else _train(m, c, folder)
@@ -174,12 +180,25 @@ def run(command: Command, argv: Sequence[str]) -> str:
              "command": shlex.join(["bilevel-fewshot", *words]), "versions": runs.versions()}  # fmt: skip
     save_encoder(folder, m.encoder.body, replace(m.encoder.spec, head=head, about=about))
     table = _table(before, after, ways, c) if after else _NOT_MEASURED
-    parts = [_description(m, c), skipped_text(m.files), *m.files.warnings, table,
+    helped = not after or m.frozen or after["head"].mean > before["head"].mean
+    parts = [_description(m, c), skipped_text(m.files), *m.files.warnings, table, "" if helped else _NOT_HELPED,
              f"{WEIGHTS} and {ABOUT} written to {folder} in {time.perf_counter() - begin:.0f} s.",
              f"Next: bilevel-fewshot predict {shlex.quote(str(folder))} SUPPORT QUERY"]  # fmt: skip
     return "\n\n".join(filter(None, parts))
 
 
+def _refuse_run(folder: Path, resume: bool) -> None:
+    """Refuse a run that is there already before the pictures are read, which may take minutes."""
+    if (folder / "settings.json").is_file() and not resume:
+        raise FileExistsError(
+            f"bilevel-fewshot: {folder} holds a run; pass --resume to go on with it, or another --out."
+        )
+
+
+_NOT_HELPED = (
+    "Training has not raised the accuracy on these test classes, as happens with few classes. Try bilevel-fewshot "
+    "predict patches, or a model with trained weights and --frozen."
+)
 _NOT_MEASURED = (
     "The accuracy on new classes was not measured: with fewer than 4 classes, all of them are for training. Leave-one-"
     "out accuracy of bilevel-fewshot predict says how well the encoder serves new classes."
@@ -194,11 +213,12 @@ def gather(c: Command) -> Material:
     _refuse(c)
     files = labelled(c.photos, c.data.root)
     require_two(files.labels, c.photos)  # before anything is read
+    given = set(files.labels)
     encoder, scaled, file = _encoder(files, c)
     each = encoder.eval().encode if frozen else lambda pictures: resize(pictures, encoder.look)
     x, files = read(files, each, c.output.quiet)
     rows, files = without_copies(files)
-    x, files = _without_small_classes(x[rows], files, c.data.shots)
+    x, files = _without_small_classes(x[rows], files, c.data.shots, given)
     names = split_classes(files.labels, c.data.seed)
     augment = _augment(c, encoder.look.colour, len(names["train"]))
     parts = {part: _part(x, files.labels, names[part]) for part in PARTS if names[part]}
@@ -248,26 +268,35 @@ def require_two(labels: Sequence[str], path: Path) -> None:
     names = sorted(set(labels))
     if len(names) < 2:
         found = f"one class, {printable(names[0])}" if names else "no class"
-        raise ValueError(
-            f"bilevel-fewshot: {path} has {found}; at least two are needed. In a folder of pictures, each class "
-            "is a folder of its own."
-        )
+        where = "In a folder of pictures, each class is a folder of its own."
+        if not path.is_dir():
+            where = "The column label names the class of each file."
+        raise ValueError(f"bilevel-fewshot: {path} has {found}; at least two are needed. {where}")
 
 
-def _without_small_classes(x: NDArray[Any], files: Files, shots: int) -> tuple[NDArray[Any], Files]:
-    """Leave out classes that have no picture besides the shots, since a task needs a query picture."""
+def _without_small_classes(x: NDArray[Any], files: Files, shots: int, given: set[str]) -> tuple[NDArray[Any], Files]:
+    """Leave out classes that have no picture besides the shots, since a task needs a query picture.
+
+    given: the classes before pictures were skipped.
+    """
     counts = Counter(files.labels)
     rows = [i for i, label in enumerate(files.labels) if counts[label] > shots]
-    small = sorted(name for name, count in counts.items() if count <= shots)
-    why = f"its class has no more than {shots} pictures that can be used"
+    small = [f"{name} ({counts[name]})" for name in sorted(given) if counts[name] <= shots]
+    why = f"its class has no more than {shots} picture{'s' * (shots > 1)} that can be used"
     skipped = [(name, why) for name, label in zip(files.names, files.labels, strict=True) if counts[label] <= shots]
     kept = chosen(files, rows, [*files.skipped, *skipped])
     if len(set(kept.labels)) < 2:
-        raise ValueError(
-            f"bilevel-fewshot: {len(set(kept.labels))} classes have at least {shots + 1} pictures that can be used, "
-            f"and two are needed; too small are {', '.join(map(printable, small))}. Add pictures, or lower --shots."
+        first = (
+            f" The first picture that was skipped: {': '.join(map(printable, files.skipped[0]))}."
+            if files.skipped
+            else ""
         )
-    return x[rows], kept
+        raise ValueError(
+            f"bilevel-fewshot: two classes need at least {shots + 1} pictures that can be used; too small are "
+            f"{some(small)}. Add pictures{', or lower --shots' * (shots > 1)}.{first}"
+        )
+    left_out = f"Classes that were left out, with their numbers of pictures that can be used: {some(small)}."
+    return x[rows], replace(kept, warnings=[*kept.warnings, *([left_out] if small else [])])
 
 
 def _part(x: NDArray[Any], labels: Sequence[str], names: list[str]) -> Part:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -17,18 +18,22 @@ from torch import Tensor
 
 from .. import runs, tables
 from ..clean.pictures import Picture
-from ..on_page import Shown
+from ..on_page import Shown, folder_beside
 from ..on_page import shown as as_shown
 from ..patches import Patches
 from .collection import (
+    PAGE,
     Files,
     labelled,
     look,
+    make_folder,
+    own_name,
     printable,
     read,
-    refuse_file,
+    refuse_folder,
     resize,
     skipped_text,
+    some,
     unlabelled,
     without_copies,
 )
@@ -37,7 +42,7 @@ from .heads import DEFAULT, Head, leave_one_out, probabilities
 from .page import write_page
 from .photos import File, Folder, Switch, Whole, load_backbone, require_two
 
-TABLE, PAGE = "predictions.csv", "predictions.html"
+TABLE = "predictions.csv"
 _PATCH_SIZE = 64  # the largest side in pixels; patches learn the same from larger pictures, with more work
 _LINES = 30  # the largest number of lines of the table on the terminal
 
@@ -119,19 +124,24 @@ def run(command: Command, argv: Sequence[str]) -> str:
     """Fit a head to the support set, write its predictions for the queries, and return what is printed at the end."""
     begin, c = time.perf_counter(), command
     runs.set_up("cpu", c.threads)
-    folder = c.out or Path("runs") / f"predict_{c.query.resolve().stem}"
-    refuse_file(folder)
-    there = [name for name in (TABLE, PAGE) if (folder / name).exists()]
+    folder = c.out or Path("runs") / f"predict_{own_name(c.query)}"
+    refuse_folder(folder)
+    there = [path.name for path in (folder / TABLE, folder / PAGE, folder_beside(folder / PAGE)) if path.exists()]
     if there and not c.overwrite:
         raise FileExistsError(
             f"bilevel-fewshot: {folder} holds {' and '.join(there)}; pass --overwrite, or another --out."
         )
     found = predict(c)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     text = tables.csv_text(["file", "class", "probability", "second class", "its probability"], _rows(found))
-    runs.write(folder / TABLE, text.encode("utf-8", "backslashreplace"))
     words = [word for word in argv if word not in ("--overwrite", "--quiet")]
-    write_page(folder / PAGE, found, c.query.name, shlex.join(["bilevel-fewshot", "predict", *words]))
+    try:
+        runs.write(folder / TABLE, text.encode("utf-8", "backslashreplace"))
+        name = Path(os.path.abspath(c.query)).name
+        write_page(folder / PAGE, found, name, shlex.join(["bilevel-fewshot", "predict", *words]))
+    except OSError as error:  # the advice of runs.write is for runs
+        sentence = str(error).replace("go on with --resume", "give the same command with --overwrite.")
+        raise OSError(sentence) from error
     done = f"{TABLE} and {PAGE} written to {folder} in {time.perf_counter() - begin:.0f} s."
     parts = [_table(found), found.words, found.sentence(), *_notes(found), done, f"Next: open {folder / PAGE}"]
     return "\n\n".join(filter(None, parts))
@@ -160,8 +170,14 @@ def predict(c: Command) -> Predictions:
     _require_finite(f_query, query)
     classes = sorted(set(support.labels))
     y = torch.tensor([classes.index(label) for label in support.labels])
-    p = probabilities(f[None], y[None], f_query[None], len(classes), extractor.head)[0]
-    right, tried = leave_one_out(f, y, len(classes), extractor.head)
+    try:
+        p = probabilities(f[None], y[None], f_query[None], len(classes), extractor.head)[0]
+        right, tried = leave_one_out(f, y, len(classes), extractor.head)
+    except FloatingPointError as error:
+        raise ValueError(
+            f"bilevel-fewshot: a head can't be fitted with the rates of {c.encoder}, which are too large for these "
+            "pictures; train the encoder again with a smaller --eta."
+        ) from error
     pages = [shown[0][i] for i in rows], shown[1]
     return Predictions(classes, support, query, p.numpy(), right, tried, extractor.words, pages)
 
@@ -169,8 +185,8 @@ def predict(c: Command) -> Predictions:
 def _lost_classes(labels: Sequence[str], support: Files) -> list[str]:
     """Say which classes of the support set have no picture left."""
     lost = sorted(set(labels) - set(support.labels))
-    names = ", ".join(map(printable, lost))
-    return [f"No picture is recognised as {names}: no support picture of that class can be used."] if lost else []
+    why = "no support picture of that class can be used"
+    return [f"No picture is recognised as {some(lost)}: {why}."] if lost else []
 
 
 def _known(query: Files, support: Files) -> list[str]:
