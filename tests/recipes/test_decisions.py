@@ -66,6 +66,12 @@ def test_content_of_each_kind_stays_aligned(kind, tmp_path):
     assert all(np.array_equal(a, b) for a, b in zip(after.content, rows.content[1:], strict=True))
 
 
+def test_what_is_shown_of_embeddings_stays_aligned(tmp_path):
+    rows = replace(example_rows("embeddings", 6), shown=list("abcdef"), shown_kind="text")
+    lines = [_line(rows, 1, "drop"), _line(rows, 4, "drop")]
+    assert decided(rows, read_decisions(_write(tmp_path / "d.csv", lines), rows)).shown == list("acdf")
+
+
 @pytest.mark.parametrize(
     "save",
     [
