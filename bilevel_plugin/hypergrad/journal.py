@@ -61,7 +61,9 @@ class Journal:
                 "at a time."
             )
         sums = [x if x is None else x.to(y.device) for x, y in zip(found["sums"], inputs, strict=True)]
-        return Position(found["left"], {n: x.to(like[n].device) for n, x in found["adjoint"].items()}, sums)
+        # within an accumulation the adjoint has "name@grad", too, which the last state may lack
+        where = {n: like[n if n in like else n.rpartition("@")[0]].device for n in found["adjoint"]}
+        return Position(found["left"], {n: x.to(where[n]) for n, x in found["adjoint"].items()}, sums)
 
     def write(self, position: Position) -> None:
         """Replace the file, if the last write was long enough ago."""

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import resuming
 import torch
+from torch import nn
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.hypergrad.journal import Journal
 
 HERE = Path(__file__).parents[1]
 JOURNAL = "sweep.journal"
@@ -87,6 +89,38 @@ def test_after_an_error_it_goes_on(stopped):
     assert torch.equal(found, expected)
     assert more - calls == 4
     assert list(stopped.iterdir()) == []
+
+
+@pytest.mark.parametrize("stopped_after", range(1, 9))
+def test_stopped_within_an_accumulation_it_goes_on(tmp_path, monkeypatch, stopped_after):
+    """There the adjoint has the sums of the gradients, which the last state does not have."""
+    plain, written = Journal.write, []
+
+    def stopping(self, position):
+        plain(self, position)
+        written.append(position.left)
+        if len(written) == stopped_after:
+            raise Stop
+
+    def solve(resume=True):
+        torch.manual_seed(0)
+        model, lam = nn.Linear(2, 1), torch.ones(3, requires_grad=True)
+        h = lambda m, i: (lam[i] * m.weight.sum().sin() - m.bias).square().sum()
+        engine = bilevel.Reverse(store=tmp_path, resume=resume, every=0.0)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        g = lambda m: m(torch.ones(1, 2)).square().sum()
+        with bilevel.inner(model, h, g, solver="gd", optimizer=sgd, engine=engine, check=False) as loop:
+            for _ in range(3):
+                for i in range(2):
+                    loop.accumulate(i)
+                loop.step()
+            return loop.hypergrad(lam)
+
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(Journal, "write", stopping)
+        solve()
+    assert torch.equal(solve(), solve(resume=False))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_journal_is_written_no_more_often_than_it_was_asked_for(tmp_path, monkeypatch):
