@@ -204,7 +204,7 @@ def test_a_loss_of_the_model_itself_in_the_block(engine):
         expected = loop.hypergrad(lam, loss=F.cross_entropy(loop(xv), yv))
         torch.testing.assert_close(expected, loop.hypergrad(lam))
         swapped = engine in SWAPPED.values()
-        with refused_if(swapped, r"loop\(x\)|engine='reverse'"):
+        with refused_if(swapped, "loss= uses the parameter", "engine='reverse'"):
             got = loop.hypergrad(lam, loss=F.cross_entropy(model(xv), yv))
         if not swapped:
             torch.testing.assert_close(got, expected)
@@ -299,7 +299,7 @@ def test_weights_that_are_read_past_the_model(name, engine):
 
 @pytest.mark.parametrize("engine", OWN)
 def test_views_of_weights_made_before_the_block(engine):
-    assert right_or_refused(ALIASES["views"], OWN[engine], "view|parameter|inside h")
+    exact(ALIASES["views"], OWN[engine], bits=False)
 
 
 @pytest.mark.parametrize("engine", SWAPPED)

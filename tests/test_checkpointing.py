@@ -141,7 +141,7 @@ def test_recomputing_backwards_under_momentum_and_clipping(name):
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_running_statistics_that_are_moved_twice_a_step_and_read_by_g(reentrant):
     build = losses(lambda: DenseBlock(reentrant), train_and_eval)
-    assert not right_or_refused(build, "reverse", "checkpoint|BatchNorm|running")
+    assert not right_or_refused(build, "reverse", "running statistics under activation checkpointing")
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

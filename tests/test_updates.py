@@ -287,7 +287,7 @@ def test_optimizer_step_in_the_block(how, engine):
         h(model, *batch).backward(inputs=list(model.parameters()))
         other.step()
 
-    with refused(r"optimizer\.step|\.step\(\)|by hand"):
+    with refused("was changed by hand after step k = 1", r"optimizer\.step"):
         options = {"optimizer": optimizer, "lr": None, "engine": engine}
         attempt(model, h, g, lam, batch, outer, between=between, but="grad", **options)
     held = tensors(model)

@@ -72,7 +72,7 @@ def test_whether_a_loop_has_settled_does_not_depend_on_the_level_of_g(shift, sca
     with bilevel.inner(ridge.model(), ridge.h, g, solver="gd", lr=0.3, engine=engine, check=False) as loop:
         for steps in (1, 4):
             loop.run(steps)
-            with refused("settled|fixed point"):
+            with refused("the loop has not reached it", "settled"):
                 loop.hypergrad(ridge.lam)
         loop.run(400)
         assert relative(loop.hypergrad(ridge.lam), scale * ridge.hypergradient()) < 1e-5
@@ -88,7 +88,7 @@ def test_a_loop_that_has_not_settled_where_g_is_flat(engine):
     g = lambda m: (m.w[0] - 1) * m.w[1]
     with bilevel.inner(model, h, g, solver="gd", lr=0.5, engine=engine, check=False) as loop:
         loop.run(5)
-        with refused("settled|fixed point"):
+        with refused("the loop has not reached it", "settled"):
             loop.hypergrad(lam)
         loop.run(500)
         torch.testing.assert_close(loop.hypergrad(lam), torch.tensor([1.0, 0.0]), rtol=1e-5, atol=1e-8)
