@@ -218,7 +218,7 @@ def test_the_baselines_find_wrong_labels() -> None:
 
 
 def test_cleanlab_where_it_is_installed() -> None:
-    pytest.importorskip("cleanlab")
+    pytest.importorskip("cleanlab", reason="cleanlab is not installed")
     train, _, truth = problem()
     probabilities = baselines.cross_validated(linear(), train, steps=50, lr=0.03)
     assert f1(baselines.by_cleanlab(train[1], probabilities), truth) > 0.8  # all kept: 0.75

@@ -188,7 +188,7 @@ def test_a_second_folder_of_checked_images(tmp_path: Path, below: bool) -> None:
 
 @pytest.mark.parametrize("encoded", [True, False])
 def test_a_hugging_face_data_set(tmp_path: Path, encoded: bool) -> None:
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     files = [str(paint(tmp_path / f"{i}.png", i)) for i in range(8)]
     features = datasets.Features(
         {

@@ -8,6 +8,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,26 @@ def test_a_run_with_a_damaged_checkpoint_comes_to_the_same_end(
     last.write_bytes(last.read_bytes()[:-300])
     assert main([*flags, "--resume", "--out", str(tmp_path / "hurt")]) == 0
     assert result(tmp_path / "hurt") == result(tmp_path / "whole")
+
+
+def test_a_setting_that_there_is_no_longer_is_a_change(tmp_path: Path) -> None:
+    """A newer version that has dropped a setting would not come to the same end."""
+    runs.open_folder(tmp_path, {"lr": 1, "warmup": 2}, resume=False)
+    with pytest.raises(ValueError, match=r"other settings \(warmup: 2 then, None now\)"):
+        runs.open_folder(tmp_path, {"lr": 1}, resume=True)
+
+
+@dataclass
+class Job:
+    dataset: str
+    seed: int = 0
+
+
+def test_jobs_have_files_of_their_own_whatever_characters_they_hold() -> None:
+    names = ["a/b", "a-b", "a b", "a:b", "../a", "a"]
+    files = {runs.file_name(Job(name)) for name in names}
+    assert len(files) == len(names)
+    assert all(re.fullmatch(r"[\w.-]+\.pt", file) for file in files)
 
 
 def test_settings_that_are_damaged_are_named(tmp_path: Path) -> None:
