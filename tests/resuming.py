@@ -16,11 +16,13 @@ KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has but the second,
 KILLED = -KILL if os.name == "posix" else int(KILL)  # what the parent is told
 
 
-def solve(folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam", first=0.0, every=0.0, **options):
+def solve(
+    folder, kill_at=None, steps=STEPS, scale=1.0, resume=True, inputs="lam", first=0.0, weight=0.0, every=0.0, **options
+):
     """The hypergradient, and how often h was evaluated; killed in the middle of that evaluation of h."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.2), nn.Linear(6, 3))
-    lam, mu = torch.zeros(10, requires_grad=True), torch.zeros((), requires_grad=True)
+    lam, mu = torch.full((10,), weight, requires_grad=True), torch.zeros((), requires_grad=True)
     data = [(torch.randn(10, 4), torch.randint(3, (10,))) for _ in range(4)]
     data[0][0][0, 0] += first
     calls = []

@@ -137,6 +137,7 @@ def test_the_journal_is_written_no_more_often_than_it_was_asked_for(tmp_path, mo
         ({"inputs": "other"}, "the shapes of the inputs"),
         ({"truncate": 9}, "the options"),
         ({"first": 1.0}, "the first batch and the weights after the last step"),
+        ({"weight": 0.5}, "the numbers of the inputs and the weights after the last step"),
     ],
     ids=str,
 )
@@ -144,6 +145,14 @@ def test_a_journal_of_another_sweep_is_refused(stopped, other, words):
     with pytest.raises(ValueError, match=f"{words}.* differ .* Delete it, name another folder, or set resume=False"):
         resuming.solve(stopped, **other)
     resuming.solve(stopped, **other, resume=False)
+
+
+def test_a_journal_of_another_torch_is_refused(stopped, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "__version__", "1.0")
+        with pytest.raises(ValueError, match=r"the version of torch differ \(.* then, 1\.0 now\)"):
+            resuming.solve(stopped)
+    resuming.solve(stopped)
 
 
 @pytest.mark.parametrize("damage", ["bit", "half", "empty", "strange"])
