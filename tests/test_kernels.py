@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plain_loop import Rows, Words, attempt, data, losses, right_or_refused, start
+import torch.nn.functional as F
+from plain_loop import Rows, Words, attempt, data, exact, losses, right_or_refused, start
 from problems import relative, weighted
 from torch import nn
 
@@ -25,6 +26,24 @@ def test_fused_weight_norm_is_refused_where_it_can_not_be_replaced(parts):
 def test_an_embedding_whose_gradient_is_scaled_by_frequency(engine):
     build = losses(lambda: Words(scale_grad_by_freq=True))
     assert not right_or_refused(build, engine, "scale_grad_by_freq")
+
+
+class Padded(nn.Module):
+    """An embedding one of whose rows is padding, called by the function, with a table that is the head as well."""
+
+    def __init__(self, padding):
+        super().__init__()
+        self.words, self.padding = nn.Embedding(2, 4, padding_idx=padding), padding
+        nn.init.normal_(self.words.weight)
+
+    def forward(self, x):
+        table = self.words.weight
+        return F.embedding((x > 0).long(), table, padding_idx=self.padding).mean(1).tanh() @ table.T
+
+
+@pytest.mark.parametrize("padding", [0, 1, -1, -2])
+def test_a_row_of_padding_may_be_counted_from_the_end(padding, engine):
+    exact(losses(lambda: Padded(padding)), engine)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
