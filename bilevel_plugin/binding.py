@@ -28,7 +28,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .graph import DerivativeWarning, FirstLook, State, map_tensors, same_bits, sequence_number, tensors_of
+from .graph import (
+    DerivativeWarning,
+    FirstLook,
+    State,
+    as_leaves,
+    map_tensors,
+    same_bits,
+    sequence_number,
+    tensors_of,
+)
 from .kernels import (
     EXCLUSIVE,
     FIRST_ORDER,
@@ -36,6 +45,8 @@ from .kernels import (
     LongAttention,
     TakingDirection,
     evaluating,
+    is_stopped,
+    stop_gradient,
     twice_differentiable,
 )
 from .losses import Loss, active_models, check_arguments, code_of, value_and_aux
@@ -58,6 +69,23 @@ class Inside:
     buffers: Callable[[], State]
     swapped: State  # all tensors that replace tensors of the model
     taking: TakingDirection
+
+
+@dataclass(frozen=True)
+class InnerProblem:
+    """One of several inner problems: the row of all states and batches that is its own."""
+
+    binding: Binding
+    row: int
+
+    def rows(self, tree: Any) -> Any:
+        """Return its part of every tensor. The leading dimension stays, with size 1."""
+        with torch.enable_grad():
+            return map_tensors(lambda x: x[self.row : self.row + 1], tree)
+
+    def leaves(self, z: State) -> State:
+        """Return its part of a state as new leaves."""
+        return as_leaves(self.rows(z))
 
 
 class Binding:
@@ -150,6 +178,25 @@ class Binding:
     def total(self, value: Tensor) -> Tensor:
         """Return the loss as a scalar: its sum over the tasks."""
         return value
+
+    def separate(self) -> Sequence[InnerProblem]:
+        """Return the inner problems if each is differentiated by itself, so that one graph at a time is enough."""
+        return ()
+
+    def joined(self, parts: Sequence[State]) -> State:
+        """Return the state, or the gradient for it, from the parts of all inner problems; a missing part is 0."""
+        found = {n: x for part in parts for n, x in part.items()}
+        return {n: torch.cat([p[n] if n in p else torch.zeros_like(x) for p in parts]) for n, x in found.items()}
+
+    def joined_buffers(self, parts: Sequence[State]) -> State:
+        """Return the buffers that the inner problems have left."""
+        stopped = {n for n in parts[0] if all(is_stopped(part[n]) for part in parts)}
+        # the concatenation of stopped tensors is not one
+        return {n: stop_gradient(x) if n in stopped else x for n, x in self.joined(parts).items()}
+
+    def joined_aux(self, parts: Sequence[Any]) -> Any:
+        """Return what a loss has returned beside its value, from what it returned for each inner problem."""
+        return parts[0]
 
     def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
         """Raise if the batch can't be one of this loss."""

@@ -175,7 +175,8 @@ class Inner:
         model, optimizers = self._model, self._optimizers
         with EXCLUSIVE:  # the weights of another thread's loop may be in the model
             if self._tasks is not None:
-                binding = TaskBinding(model, optimizers, self._tasks)
+                whole = self._engine.keeps_graphs or self._engine.traces_steps
+                binding = TaskBinding(model, optimizers, self._tasks, whole_graphs=whole)
             elif self._group is not None:
                 from .parallel import ParallelBinding
 

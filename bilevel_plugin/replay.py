@@ -34,7 +34,7 @@ from .graph import (
 )
 from .kernels import EXCLUSIVE
 from .losses import code_of, evaluating_loss
-from .pullback import micro
+from .pullback import micro, separate
 from .pullback.base import Pull, Pulled
 from .session import NESTED
 from .step import LossMonitor, Moved, Step, Term, disconnected
@@ -417,7 +417,8 @@ class RecordedStep(Recorded):
         """
         wanted = self.leaves if inputs is None else inputs
         with self._replaying():
-            pulled = micro.pull(how, self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted], after)
+            pull = separate.pull if self.step.micro is None else micro.pull
+            pulled = pull(how, self.step, z, self.buffers, a, [*(x for _, x in self.cut), *wanted], after)
         self._check_values(pulled.values)
         into.collect(self.cut, wanted, pulled.wanted)
         return pulled

@@ -88,13 +88,17 @@ class Sentinel:
     ) -> None:
         """Compare the derivatives of the last step's losses, and of g, with differences at the current weights."""
         conditions = conditions or Conditions(self._binding)
-        u, g = None, self._g
+        u, g, binding, given = None, self._g, self._binding, step.terms
+        if problems := binding.separate():  # one inner problem has the same derivatives to test
+            (one, *_), binding = problems, problems[0].binding
+            z, buffers, outer_batch = one.rows(z), one.rows(buffers), one.rows(outer_batch)
+            given = step.of(one).terms
         try:
             with _guarded():
                 if self._sparing:
                     self._check_memory()
-                terms = self._few_samples(step.terms)
-                probe = Probe(self._binding, conditions, z, buffers)
+                terms = self._few_samples(given)
+                probe = Probe(binding, conditions, z, buffers)
             if g is not None and outer_batch is not None:
                 with _guarded():
                     (term,) = self._few_samples([Term("g", g, outer_batch)])
@@ -102,7 +106,7 @@ class Sentinel:
                 if error > TOLERANCE:
                     self._warn("the gradient of g", error)
             if step.terms:
-                checked_step = Step(step.k, self._binding, terms, step.weights, step.update, step.only)
+                checked_step = Step(step.k, binding, terms, step.weights, step.update, step.only)
                 error = probe.second_derivative(checked_step, u, trained)
                 if error > TOLERANCE:
                     names = " and ".join(t.name for t in step.terms)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .binding import Binding, Inside
+from .binding import Binding, InnerProblem, Inside
+from .conditions import set_modes
 from .graph import State, explained, find_leaves, grad, same_bits
 from .kernels import full_precision, is_stopped
 from .losses import Loss
@@ -40,6 +41,7 @@ class Evaluated:
     buffers: State  # the buffers after the losses were evaluated
     without_value: frozenset[str] = frozenset()  # weights whose direction has a graph, but no values
     leaves: Sequence[Tensor] | None = None  # the outer variables that the losses use, if `weighted` has not all of them
+    at: State | None = None  # the weights that `weighted` was computed from, if these are not those of z
 
 
 @dataclass
@@ -99,9 +101,11 @@ class Step:
         return weighted, values
 
     def evaluate(self, inside: Inside, *, create_graph: bool) -> Evaluated:
-        """Compute the losses and their direction in one backward pass, or with micro= in one for each part."""
+        """Compute the losses and their direction in one backward pass, or in one for each part or inner problem."""
         if self.micro is not None:
             return self._evaluate_parts(inside, create_graph)
+        if not create_graph and (problems := self.problems()):
+            return self._evaluate_problems(inside, problems)
         weighted, values = self.losses(inside)
         return Evaluated(weighted, values, gradient(weighted, inside, create_graph, self.only), inside.buffers())
 
@@ -153,6 +157,48 @@ class Step:
         known = None if create_graph else list(leaves.values())
         return Evaluated(kept, values, direction, inside.buffers(), leaves=known)
 
+    def problems(self) -> Sequence[InnerProblem]:
+        """Return the inner problems if the derivatives of this step are computed for one after the other."""
+        return () if self.micro is not None else self.binding.separate()
+
+    def of(self, problem: InnerProblem) -> Step:
+        """Return the step z ↦ ∇ℓ of one inner problem."""
+        terms = [Term(t.name, t.loss, problem.rows(t.batch)) for t in self.terms]
+        step = Step(self.k, problem.binding, terms, self.weights, Gradient(), self.only)
+        step.directed, step.runs_into_other_graphs = self.directed, self.runs_into_other_graphs
+        return step
+
+    def _evaluate_problems(self, inside: Inside, problems: Sequence[InnerProblem]) -> Evaluated:
+        """Compute the directions of the inner problems one after the other. Only the first keeps its graph."""
+        binding, before = self.binding, inside.buffers()
+        for t in self.terms:
+            binding.check_batch(t.name, t.batch)
+        values: State = {}
+        found: list[Evaluated] = []
+        leaves: dict[int, Tensor] = {}
+        aux: dict[str, list[Any]] = {t.name: [] for t in self.terms}
+        modes = [m.training for m in binding.modules]
+        for problem in problems:
+            set_modes(binding.modules, modes)  # a loss may have changed them
+            w = problem.leaves(inside.weights)
+            mine = replace(inside, weights=w, leaves=w, swapped=w)
+            binding.put_buffers({n: x.clone() for n, x in problem.rows(before).items()})
+            one = self.of(problem).evaluate(mine, create_graph=False)
+            one.at = w
+            for n, x in one.values.items():
+                values[n] = values[n] + x if n in values else x
+                aux[n].append(binding.aux.get(n))
+            for x in one.weighted:
+                leaves.update((id(y), y) for y in find_leaves(x, (*w.values(), *mine.watched.values()))[0])
+            if found:
+                one.weighted = []
+            found.append(one)
+        after = binding.joined_buffers([one.buffers for one in found])
+        binding.put_buffers(after)
+        binding.aux.update({n: binding.joined_aux(parts) for n, parts in aux.items()})
+        direction = binding.joined([one.direction for one in found])
+        return Evaluated(found[0].weighted, values, direction, after, leaves=list(leaves.values()), at=found[0].at)
+
     def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
         """Take the step from z. `within` is called while the weights, and the graph if any, are still in the model."""
         binding = self.binding
@@ -165,6 +211,7 @@ class Step:
             to, moved_weights, leaves = self.updated(at, found.direction, graph)
             if graph and inside.taking.without_graph:
                 raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
+            at = at if found.at is None else {**at, **found.at}
             moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, found.leaves, at)
             moved.moved, moved.leaves_of_update = moved_weights, leaves
             if within is not None:

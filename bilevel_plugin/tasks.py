@@ -5,7 +5,8 @@ the gradient of the sum is every task's own. The solve itself is not vmapped.
 
 A loss is vmapped over the tasks, which is fast where the model is small. A model with convolutions of its own weights
 is evaluated for one task after the other: their vmap, a grouped convolution, takes more time than the loop, and up to
-twice the memory (docs/results/tasks.md). So is a model with a layer that has no vmap.
+twice the memory (docs/results/tasks.md). So is a model with a layer that has no vmap. If the engine does not need the
+graph of a whole step, derivatives are then computed for one task after the other too, in the memory of one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .binding import Binding, Inside
+from .binding import AUX, Binding, InnerProblem, Inside
 from .graph import State, tensors_of
 from .kernels import is_stopped, stop_gradient
 
@@ -29,12 +30,15 @@ class TaskBinding(Binding):
 
     batch_dimension = 1
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tasks: int) -> None:
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tasks: int, *, whole_graphs: bool = False
+    ) -> None:
         if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 1:  # pyright: ignore
             raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {tasks!r}.")
         super().__init__(model, optimizers, own_parameters=False)
         self.tasks, self.holds = tasks, False
         self.vmaps_losses = not any(map(self.needs_loop, model.modules()))
+        self._separates = not (self.vmaps_losses or whole_graphs)
         self.buffers = {n: self.repeat_for_tasks(b).clone() for n, b in self.buffers.items()}
 
     @property
@@ -58,18 +62,14 @@ class TaskBinding(Binding):
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         self.check_batch("the model", (args, kwargs))
         tensors = {**inside.swapped, **inside.buffers()}
-        found: list[Any] = []  # the form of what a call returns, and what it holds besides tensors: alike for all tasks
+        found: list[Any] = []  # the form of what a call returns
 
         def one_task(tensors: State, rest: Any) -> Any:
             with self.swapped(tensors, inside.taking) as mine:
-                leaves, spec = pytree.tree_flatten(function(self.model, *rest[0], **rest[1]))
-                found.append((spec, [_TENSOR if isinstance(x, Tensor) else x for x in leaves]))
-                if found[0][0] != spec or not all(map(_is_same, found[0][1], found[-1][1])):
-                    raise ValueError(
-                        "bilevel.inner: with tasks= a loss or the model returned, besides tensors, something that "
-                        "differs from task to task. Return it as a tensor."
-                    )
-                return [x for x in leaves if isinstance(x, Tensor)], mine.buffers()
+                form, out = _form(function(self.model, *rest[0], **rest[1]))
+                found.append(form)
+                _check_same(found[0], form)
+                return out, mine.buffers()
 
         # the buffers come back as results: a call may have replaced them, not only changed them in place
         if self.vmaps_losses:
@@ -80,9 +80,7 @@ class TaskBinding(Binding):
             out, buffers = self._one_by_one(one_task, tensors, (args, kwargs))
         for holder, name, n in self._buffer_places:
             holder[name] = buffers[n]
-        spec, leaves = found[0]
-        tensors_of_all = iter(out)
-        return pytree.tree_unflatten([next(tensors_of_all) if x is _TENSOR else x for x in leaves], spec)
+        return _with_tensors(found[0], out)
 
     def _one_by_one(
         self, one_task: Callable[[State, Any], Any], tensors: State, rest: Any
@@ -111,6 +109,20 @@ class TaskBinding(Binding):
     def total(self, value: Tensor) -> Tensor:
         return value.sum()
 
+    def separate(self) -> Sequence[InnerProblem]:
+        return [InnerProblem(OneTask(self), i) for i in range(self.tasks or 1)] if self._separates else ()
+
+    def joined_aux(self, parts: Sequence[Any]) -> Any:
+        forms, tensors = zip(*map(_form, parts), strict=True)
+        for form in forms:
+            _check_same(forms[0], form)
+        joined: list[Tensor] = []
+        for xs in zip(*tensors, strict=True):
+            joined.append(torch.cat(xs))
+            if hasattr(xs[0], AUX):
+                setattr(joined[-1], AUX, self.token)
+        return _with_tensors(forms[0], joined)
+
     def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
         for x in tensors_of(batch):
             if x.shape[:1] != (self.tasks,):
@@ -119,6 +131,40 @@ class TaskBinding(Binding):
                     f"dimension, but {name} was given one of shape {tuple(x.shape)}. Stack the tasks' batches, or "
                     f"x.expand({self.tasks}, *x.shape) for what they share."
                 )
+
+
+class OneTask(TaskBinding):
+    """The binding of N tasks, for one of them: states and batches have one row. It shares all that the other notes."""
+
+    tasks = property(lambda self: 1)  # pyright: ignore
+
+    def __init__(self, whole: TaskBinding) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self.__dict__ = whole.__dict__
+
+    def separate(self) -> Sequence[InnerProblem]:
+        return ()
+
+
+def _form(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return the structure of the tree, with what it holds besides tensors, and its tensors."""
+    leaves, spec = pytree.tree_flatten(tree)
+    others = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+    return (spec, others), [x for x in leaves if isinstance(x, Tensor)]
+
+
+def _with_tensors(form: Any, tensors: Sequence[Tensor]) -> Any:
+    spec, others = form
+    given = iter(tensors)
+    return pytree.tree_unflatten([next(given) if x is _TENSOR else x for x in others], spec)
+
+
+def _check_same(one: Any, other: Any) -> None:
+    """Raise unless what a function returned for two tasks differs in the values of tensors alone."""
+    if one[0] != other[0] or not all(map(_is_same, one[1], other[1])):
+        raise ValueError(
+            "bilevel.inner: with tasks= a loss or the model returned, besides tensors, something that differs from "
+            "task to task. Return it as a tensor."
+        )
 
 
 def _is_same(x: Any, y: Any) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..binding import Inside
+from ..conditions import undisturbed
 from ..graph import State, vjp
 from ..step import Evaluated, Step, statistics_under_checkpointing
 from ..updates import PulledUpdate, add, weight_of
@@ -42,6 +43,16 @@ def known_direction(step: Step, z: State, after: State | None) -> State | None:
     if not step.update.reads_direction:
         return {n: z[n].new_zeros(()).expand_as(z[n]) for n in step.directed}
     return None if after is None else step.update.direction_between(z, after, step.directed)
+
+
+def direction_of(step: Step, z: State, buffers: State, after: State | None) -> State:
+    """Return the direction of a step that was taken, without a graph. It is computed again if it is not known."""
+    d = known_direction(step, z, after)
+    if d is not None:
+        return d
+    binding = step.binding
+    with undisturbed(binding), binding.inside(z, buffers) as inside:
+        return binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
 
 
 def pull_through(

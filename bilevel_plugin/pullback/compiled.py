@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
-from ..binding import Binding
+from ..binding import Binding, InnerProblem
 from ..graph import State, as_leaves, map_tensors
 from ..kernels import NORMALISATIONS, TakingDirection
 from ..losses import Loss
@@ -205,6 +205,10 @@ class CompiledStep(Step):
         # new tensors: the compiler does not notice when a batch is no longer the tensor that a loss closes over
         own = [map_tensors(lambda x: x if x.requires_grad else x.detach(), t.batch) for t in self.terms]
         return rates, held, own
+
+    def problems(self) -> Sequence[InnerProblem]:
+        """Return nothing if the step is compiled, since the compiled functions take all inner problems at once."""
+        return () if self._compiler.is_known(self) else super().problems()
 
     def functions(self) -> _Functions:
         losses = [t.loss for t in self.terms]

@@ -13,25 +13,18 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..conditions import undisturbed
 from ..graph import State
 from ..step import Step
 from ..updates import add
-from .base import Pull, Pulled, known_direction
+from .base import Pull, Pulled, direction_of
 
 
 def pull(
     how: Pull, step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after_step: State | None
 ) -> Pulled:
-    """Apply the pullback `how` to the step, or to each of its parts."""
-    if step.micro is None:
-        return how(step, z, buffers, a, wanted, after_step)
+    """Apply the pullback `how` to each part of the step."""
     binding, update = step.binding, step.update
-    d = known_direction(step, z, after_step)
-    if d is None:
-        with undisturbed(binding), binding.inside(z, buffers) as inside:
-            d = binding.mean_of_direction(step.evaluate(inside, create_graph=False).direction)
-    after = update.pull(z, d, a, wanted)
+    after = update.pull(z, direction_of(step, z, buffers, after_step), a, wanted)
     adjoint: dict[str, Tensor | None] = {**after.adjoint}
     grads, values = list(after.wanted), State()
     for part in step.parts():

@@ -15,7 +15,7 @@ ORDER = (  # a file imports what stands before it
     "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "accumulation", "direction",
     "losses", "models", "session", "binding", "conditions", "tasks", "parallel", "parts", "fetching", "step",
     "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/micro",
-    "pullback/__init__",
+    "pullback/separate", "pullback/__init__",
     "replay",
     "hypergrad/store", "hypergrad/journal", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
     "hypergrad/implicit", "hypergrad/reverse", "hypergrad/__init__",
