@@ -26,6 +26,16 @@ def test_forward_refuses_many_directions_and_what_it_did_not_follow(parts):
         torch.testing.assert_close(loop.hypergrad(lam), followed)
 
 
+def test_as_many_directions_as_the_limit_says(parts):
+    model, h, g, lam, x, y = parts
+    with bilevel.inner(model, h, g, lr=0.1, engine=bilevel.Forward(limit=6)) as loop:  # one for each sample
+        loop.run(2, x, y, outer=(x, y))
+        assert loop.hypergrad(lam).shape == (6,)
+    with bilevel.inner(model, h, g, lr=0.1, engine=bilevel.Forward(limit=5)) as loop:
+        with pytest.raises(ValueError, match=r"would follow 6 outer directions.*\(limit 5\)"):
+            loop.step(x, y, outer=(x, y))
+
+
 def test_forward_follows_a_non_leaf_that_is_named():
     ridge = Ridge.random()
     decay = ridge.lam.exp()
