@@ -23,6 +23,7 @@ from bilevel_recipes.few_shot import load_encoder, page
 from bilevel_recipes.few_shot.__main__ import main, parse
 from bilevel_recipes.few_shot.encoder import Spec, build_body, save_encoder
 from bilevel_recipes.few_shot.heads import DEFAULT, Head, learn_rates, leave_one_out, probabilities
+from bilevel_recipes.few_shot.predict import compact
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -91,6 +92,21 @@ def test_leaving_one_out_is_fitting_a_head_to_the_others(monkeypatch: pytest.Mon
     monkeypatch.setattr("bilevel_recipes.few_shot.heads._NUMBERS", 80)  # two tasks at a time
     assert leave_one_out(f, y, 4, head) == (right, 5)
     assert leave_one_out(f[:3], y[:3], 4, head) == (0, 0)
+
+
+@pytest.mark.parametrize("features", ["sphere", "centred", "raw"])
+def test_compact_features_give_the_same_heads(features: str) -> None:
+    y = torch.arange(12) % 3
+    f = torch.randn(12, 40) + 0.3 * torch.randn(3, 40)[y]
+    g, head = compact(f), Head([0.02] * 6, 5, 0.1, features)
+    assert g.shape == (12, 12)
+    torch.testing.assert_close(g @ g.T, f @ f.T, atol=1e-4, rtol=0)
+    for out in range(12):
+        rest = torch.arange(12) != out
+        p, q = (probabilities(x[None, rest], y[None, rest], x[None, [out]], 3, head) for x in (f, g))
+        torch.testing.assert_close(p, q, atol=1e-4, rtol=0)
+    assert leave_one_out(g, y, 3, head) == leave_one_out(f, y, 3, head)
+    assert compact(f[:, :5]).shape == (12, 5)
 
 
 def test_one_picture_of_each_class_gives_bounded_probabilities() -> None:
