@@ -226,11 +226,11 @@ def without_copies(files: Files) -> tuple[list[int], Files]:
 def refuse_folder(out: Path) -> None:
     """Refuse a folder for results that can't be made or written to, before anything is computed."""
     there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    why = None if there.is_dir() else "is a file"
+    why = None if there.is_dir() else "is a file;"
     if why is None and not os.access(there, os.W_OK | os.X_OK):
-        why = "can't be written to"
+        why = "can't be written to; see to its permissions, or"
     if why is not None:
-        raise ValueError(f"bilevel-fewshot: the results can't go to {out}: {there} {why}; give another --out.")
+        raise ValueError(f"bilevel-fewshot: the results can't go to {out}: {there} {why} give another --out.")
 
 
 def make_folder(out: Path) -> None:

@@ -57,7 +57,8 @@ Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 @dataclass(frozen=True)
 class Data:
-    """Pictures and tasks. 0 stands for a value that is chosen by the data, and reported."""
+    """Pictures, and tasks made of them: to tell some classes apart after a few pictures of each.
+    0 stands for a value that is chosen by the data, and reported."""
 
     root: Folder = None
     """Folder of the files that a CSV file names; without this flag, the folder of the CSV file."""
@@ -71,9 +72,9 @@ class Data:
     none: no changes.
     auto: none with --frozen; rotate for grey pictures or fewer than 10 training classes; otherwise flip."""
     ways: Annotated[int, value(int, "N", least=2)] = 5
-    """Number of classes in a test task; fewer if there are not as many."""
+    """Number of classes in a test task; fewer if there are fewer test classes."""
     shots: Count = 1
-    """Number of pictures of each class from which a task is learnt."""
+    """Number of pictures of each class to learn from in a task."""
     test_tasks: Count = 600
     """Number of test tasks."""
     seed: Whole = 0
@@ -82,24 +83,27 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """The encoder, and how it is trained."""
+    """The encoder, which makes features of pictures, and how it is trained.
+    A head is a linear classifier of features; each task has its own."""
 
     encoder: Annotated[str, tyro.conf.arg(metavar="NAME")] = "conv4"
     """Network: conv4, conv4-pool, resnet18, torchvision:NAME or timm:NAME."""
     weights: File = None
     """File with the weights of a torchvision or timm model; without this flag, those in its library's cache, if any."""
     frozen: Switch = False
-    """Keep the weights. Only the rates of the heads are learnt, in seconds, on features that are computed once."""
+    """Keep the weights of the model. Only the rates of the heads are learnt, which takes seconds."""
     solver: Annotated[str, value(str, "|".join(SOLVERS), list(SOLVERS))] = "bigsam"
-    """Solver that adapts heads in training. gd takes no steps on the query pictures."""
+    """Solver that fits heads in training. gd takes steps only on the pictures to learn from.
+    The others also take steps on the pictures to recognise."""
     steps: Count = 5
-    """Number of steps that a head takes."""
+    """Number of steps in which a head is fitted."""
     outer_steps: Whole = 0
     """Number of outer steps, each on one batch of tasks. 0: 300, or 100 with --frozen."""
     images: Whole = 0
     """Approximate number of pictures in a batch of tasks. 0: 400, or 100 for torchvision and timm models."""
     eta: Rate = 0.0
-    """Rate of Adam. 0: 2e-3; 1e-4 for a model with trained weights; 0.05 for the rates of heads with --frozen."""
+    """Learning rate of Adam, which trains the encoder.
+    0: 2e-3; 1e-4 for a model with trained weights; 0.05 for the rates of heads with --frozen."""
 
 
 @dataclass(frozen=True)
@@ -457,13 +461,14 @@ def _plain(scores: dict[str, Score]) -> dict[str, Any]:
 
 def _description(m: Material, c: Command) -> str:
     counts = ", ".join(f"{len(m.classes[part])} for {word}" for part, word in zip(PARTS, _WORDS, strict=True))
+    rotated = f" Their turns by 90° make {4 * len(m.classes['train'])} training classes." * (m.augment == "rotate")
     spec = m.encoder.spec
     colour = "colour" if spec.channels == 3 else "grey"
     start = f"Its weights are those of {m.weights.name}." if m.weights else "It starts from random weights."
     frozen = " It stays as it is; the rates of the heads were learnt." if m.frozen else ""
     return (
-        f"{len(m.files.names)} pictures, of classes {counts}. Encoder {spec.architecture}, images of {spec.height} × "
-        f"{spec.width} pixels in {colour}, augmentation {m.augment}. {start}{frozen}"
+        f"{len(m.files.names)} pictures. Classes: {counts}.{rotated} Encoder {spec.architecture}, images of "
+        f"{spec.height} × {spec.width} pixels in {colour}, augmentation {m.augment}. {start}{frozen}"
     )
 
 
