@@ -455,6 +455,15 @@ def test_a_rate_of_shape_1(of, engine):
     assert float(got) == pytest.approx(differences(by_number, rate, torch.ones(1)), rel=1e-6)
 
 
+def test_a_rate_that_is_written_to_between_the_steps(engine):
+    """As a scheduler of one's own does: each step keeps the rate that it had."""
+    rate = torch.tensor(RATE)
+    written = block(losses(mlp), start(), engine, optimizer=None, lr=rate, between=lambda k, m, o: rate.mul_(0.5))
+    expected = block(losses(mlp), start(), engine, optimizer=None, lr=lambda k: RATE * 0.5 ** (k - 1))
+    assert written.value == pytest.approx(expected.value, rel=1e-12)
+    torch.testing.assert_close(written.grad, expected.grad, rtol=1e-10, atol=1e-14)
+
+
 # --- lr= beside optimizer= ---
 
 
