@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from .graph import State
+from .graph import State, grad
 from .solvers import Value
 from .updates import PulledUpdate, Update, add
 
@@ -103,10 +103,8 @@ class Transformed(Update):
         keys = [n for n in pulled.cotangent if new[n].requires_grad]
         grads: Sequence[Tensor | None] = [None] * (len(leaves) + len(wanted))
         if keys:
-            grads = torch.autograd.grad(
-                [new[n] for n in keys], [*leaves.values(), *wanted], [pulled.cotangent[n] for n in keys],
-                allow_unused=True, retain_graph=self.closes_over,
-            )  # fmt: skip
+            along = [pulled.cotangent[n] for n in keys]
+            grads = grad([new[n] for n in keys], [*leaves.values(), *wanted], along, retain_graph=self.closes_over)
         return replace(
             pulled,
             cotangent={n: g for n, g in zip(leaves, grads, strict=False) if g is not None},

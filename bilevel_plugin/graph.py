@@ -8,6 +8,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,10 +106,26 @@ def grad(
 
     Activation checkpointing runs parts of the model again during the backward pass, and must use the same kernels as
     in the forward pass. torch.autograd.grad itself is a function that modes override, and it runs with the modes off.
+    Hooks on the inputs do not run: the result is a part of a gradient, and they are for the whole of it.
     """
     along = [torch.ones_like(x) if a is None else a for x, a in zip(outputs, along, strict=True)]
     run: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
-    return run(tuple(outputs), tuple(along), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False)
+    with without_hooks(inputs):
+        return run(tuple(outputs), tuple(along), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False)
+
+
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Switch off the hooks on the gradients of these tensors (register_hook)."""
+    hooks = [x._backward_hooks for x in tensors if x._backward_hooks]
+    kept = [dict(h) for h in hooks]
+    for h in hooks:
+        h.clear()
+    try:
+        yield
+    finally:
+        for h, items in zip(hooks, kept, strict=True):
+            h.update(items)
 
 
 def as_leaves(z: State) -> State:

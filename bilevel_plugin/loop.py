@@ -32,6 +32,7 @@ from .graph import (
     sequence_number,
     tensors_of,
     vjp,
+    without_hooks,
 )  # fmt: skip
 from .hypergrad import Engine
 from .hypergrad.base import End, OuterLoss
@@ -656,6 +657,7 @@ class Loop:
         """
         tensors = flatten(inputs)
         grads = self._gradients(list(tensors.values()), outer, loss, allow_unused, create_graph, retain_graph)
+        grads = self._after_hooks(list(tensors.values()), grads, create_graph)
         named = dict(zip(tensors, grads, strict=True))
         if isinstance(inputs, Tensor):
             return named[""]
@@ -692,7 +694,8 @@ class Loop:
         if inputs is not None:
             wanted = list(flatten(inputs).values())
             grads = self._gradients(wanted, outer, loss, False, False, retain_graph)
-            torch.autograd.backward(wanted, grads)
+            with without_hooks(self._binding.parameters.values()):
+                torch.autograd.backward(wanted, grads)
             return
         found, _ = self._pull(None, outer, loss, False)
         pairs = [*found.direct.values(), *found.cut.values()]
@@ -732,6 +735,15 @@ class Loop:
         found, start = self._pull(once, outer, loss, create_graph)
         return self._collect(wanted, found, start, allow_unused, retain_graph)
 
+    def _after_hooks(self, inputs: list[Tensor], grads: list[Tensor], create_graph: bool) -> list[Tensor]:
+        """Apply the hooks on outer variables once, as torch.autograd.grad does. Those on the weights are for steps."""
+        inner = {id(p) for p in self._binding.parameters.values()}
+        hooked = [bool(x._backward_hooks) and id(x) not in inner for x in inputs]
+        return [
+            torch.autograd.grad(x, x, grad, create_graph=create_graph)[0] if has_hook else grad
+            for x, grad, has_hook in zip(inputs, grads, hooked, strict=True)
+        ]
+
     def _refuse_late(self, inputs: list[Tensor]) -> None:
         for x in inputs:
             noted = self._binding.noted.get(id(x))
@@ -749,7 +761,7 @@ class Loop:
         behind = [*found.cut.values(), *((self._origin[n], d) for n, d in start.items() if n in self._origin)]
         through: Sequence[Tensor | None] = [None] * len(wanted)
         if behind:  # one backward pass for all cut tensors and w_0
-            with explained():
+            with explained(), without_hooks(wanted):
                 through = torch.autograd.grad(
                     [x for x, _ in behind], wanted, [d for _, d in behind], allow_unused=True, retain_graph=retain_graph
                 )

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from .graph import State, map_tensors
+from .graph import State, grad, map_tensors
 from .optimizers import RULES, Formula, Rule, Tensors, is_on, rule_of
 from .solvers import Rate, Value, evaluate
 
@@ -82,9 +82,7 @@ class Update(ABC):
         inputs = [*at.values(), *direction.values(), *wanted]
         grads: Sequence[Tensor | None] = [None] * len(inputs)
         if keys:
-            grads = torch.autograd.grad(
-                [to[n] for n in keys], inputs, [a[n] for n in keys], allow_unused=True, retain_graph=bool(self.options)
-            )
+            grads = grad([to[n] for n in keys], inputs, [a[n] for n in keys], retain_graph=bool(self.options))
         first, second = len(at), len(at) + len(direction)
         return PulledUpdate(
             {n: x.detach() for n, x in to.items()} if end else {},

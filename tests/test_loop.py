@@ -129,6 +129,36 @@ def test_backward_without_an_outer_variable(parts):
 # --- modes, late outer variables ---
 
 
+@pytest.mark.parametrize("tasks", [None, 2])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_hook_sees_a_whole_gradient_once(engine, added, tasks):
+    """The hook of a weight is for the steps, not for w_0; that of λ is for the sum over all steps."""
+    model, lam, steps = Vector(torch.tensor([3.0, -1.0])), torch.tensor([1.0, 2.0], requires_grad=True), 3
+    model.w.register_hook(lambda d: 0.5 * d)
+    lam.register_hook(lambda d: d.square())
+    h = lambda m, x: 0.5 * (m.w - x * lam).square().sum()
+    g = lambda m: 0.5 * (m.w - 1).square().sum()
+    x = torch.ones(tasks or ())
+    forward = isinstance(engine, bilevel.Forward) or engine == "forward"
+    inputs = [lam] if forward else [lam, model.w]
+    with bilevel.inner(model, h, g, solver="gd", lr=0.4, engine=engine, tasks=tasks) as loop:
+        loop.run(steps, x)
+        if added:
+            loop.add_outer_loss()
+        found = loop.hypergrad(inputs)
+        loop.backward(inputs)
+        named = [p.grad for p in inputs]
+        lam.grad = None
+        loop.backward()
+    rest = 0.8**steps
+    end = rest * model.w.detach() + (1 - rest) * lam.detach()
+    expected = [((tasks or 1) * (1 - rest) * (end - 1)).square(), (tasks or 1) * rest * (end - 1)]
+    for a, b, c in zip(found, named, expected, strict=False):
+        torch.testing.assert_close(a, c, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(b, c, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(lam.grad, expected[0], rtol=1e-12, atol=1e-14)
+
+
 def test_inference_mode(parts):
     model, h, g, _, x, y = parts
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"inference_mode is on.*no_grad is fine"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..graph import Gradients, State, explained, find_leaves, is_finite
+from ..graph import Gradients, State, explained, find_leaves, grad, is_finite
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved
 from .base import End, Engine, Tape
@@ -95,11 +95,9 @@ class _UnrollTape(Tape):
         with self._value(end) as loss, explained():
             wanted = find_leaves(loss, self._start.values())[0] if inputs is None else inputs
             if wanted:
-                grads = torch.autograd.grad(
-                    loss, list(wanted), allow_unused=True, retain_graph=True, create_graph=create_graph
-                )
-                for tensor, grad in zip(wanted, grads, strict=True):
-                    found.add(found.direct, tensor, grad)
+                grads = grad([loss], wanted, [None], retain_graph=True, create_graph=create_graph)
+                for tensor, part in zip(wanted, grads, strict=True):
+                    found.add(found.direct, tensor, part)
         return found, {}  # z_0 has a graph to the model, so the gradients for what it was computed from are in `found`
 
     def first_not_finite(self, end: End | None) -> str | None:
