@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .accumulation import Accumulate, AfterAccumulation
-from .binding import AUX, OWNER, Binding, Inside
-from .conditions import undisturbed
+from .binding import AUX, OWNER, Binding, InnerProblem, Inside
+from .conditions import set_modes, undisturbed
 from .direction import Transform, Transformed, hooks_of
 from .fetching import Source
 from .graph import (
@@ -466,15 +466,12 @@ class Loop:
             return self._binding.call(_forward, inside, args, kwargs)
 
     @contextmanager
-    def _inside(self, z: State | None = None, twice: bool = True, buffers: State | None = None) -> Generator[Inside]:
-        """Put the current weights, or those of z, into the model, so that they can be differentiated for."""
+    def _inside(self) -> Generator[Inside]:
+        """Put the current weights into the model, so that they can be differentiated for."""
         grad, binding = torch.is_grad_enabled(), self._binding
-        z = self._z if z is None else z
         with (
             EXCLUSIVE,
-            binding.inside(
-                z, buffers or self._buffers, graph=True, statistics=bool(binding.moving), twice=twice
-            ) as inside,
+            binding.inside(self._z, self._buffers, graph=True, statistics=bool(binding.moving)) as inside,
             torch.set_grad_enabled(grad),
         ):
             yield inside
@@ -947,25 +944,34 @@ class _OuterLoss(End):
         self._recorded: RecordedLoss | None = None  # what it takes to evaluate the loss at this state again
 
     @contextmanager
-    def traced(self, z: State | None = None, *, once: bool = False) -> Generator[Traced]:
-        """Yield the loss with its graph. With `once`, the graph is freed while the gradient is computed."""
-        loop, binding, since = self._loop, self._loop._binding, sequence_number()
-        with (
-            EXCLUSIVE,
-            undisturbed(binding),
-            nullcontext() if self._recorded is None else self._recorded.repeating(),
-            loop._inside(z, twice=not once, buffers=self._buffers) as inside,
-            torch.enable_grad(),
-        ):
-            value = binding.loss("g", self._g, inside, self._batch)
+    def traced(self, z: State | None = None) -> Generator[Traced]:
+        with self._conditions(), self._graph(z) as traced:
+            self._note_value()
+            yield traced
+
+    @contextmanager
+    def _conditions(self) -> Generator[None]:
+        binding = self._loop._binding
+        repeating = nullcontext() if self._recorded is None else self._recorded.repeating()
+        with EXCLUSIVE, undisturbed(binding), repeating, torch.enable_grad():
+            self.leaves = ()
+            yield
+
+    @contextmanager
+    def _graph(self, z: State | None, *, problem: InnerProblem | None = None, once: bool = False) -> Generator[Traced]:
+        """Yield the loss with its graph, for all inner problems or one. With `once`, its gradient frees the graph."""
+        loop, since = self._loop, sequence_number()
+        z, buffers, batch, binding = loop._z if z is None else z, self._buffers, self._batch, loop._binding
+        if problem is not None:
+            z, buffers, batch = problem.leaves(z), problem.rows(buffers), problem.rows(batch)
+            binding = problem.binding
+        follow = bool(binding.moving)
+        with binding.inside(z, buffers, graph=True, statistics=follow, twice=not once) as inside, torch.enable_grad():
+            value = binding.loss("g", self._g, inside, batch)
             self._here = value.detach()
-            self.value = binding.means_of_losses({"g": self._here})["g"]
-            if self._recorded is not None:
-                self._recorded.check(self._here)
-            loop._monitor.record_loss(self._k + 1, "g", self.value, {})
             value = value if isinstance(self.weight, float) and self.weight == 1 else self.weight * value
             stand_ins = [x for _, x in self.cut]
-            at = {**(loop._z if z is None else z), **inside.leaves, **inside.statistics}
+            at = {**z, **inside.leaves, **inside.statistics}
             # with own parameters, a tensor that was computed from w_0 would have its gradient at w_k
             older = since if binding.own_parameters else None
             leaves, connected = find_leaves(value, at.values(), stand_ins, since=older)
@@ -973,25 +979,58 @@ class _OuterLoss(End):
                 refuse_hidden_parameter("g", value, at.values(), leaves, binding)
             if not (connected or (value.requires_grad and not loop._tape.replays)):
                 raise disconnected("g")
-            self.leaves = leaves
+            self.leaves = list({id(x): x for x in (*self.leaves, *leaves)}.values())
             self._watched = inside.watched
             retain = not once or has_older_nodes(value, since)
             at = {**inside.leaves, **inside.statistics}
             yield Traced(at, {"g": value}, [*self.cut], leaves, binding.share, retain)
+
+    def _note_value(self) -> None:
+        """Record the value of the loss, and check it."""
+        loop = self._loop
+        self.value = loop._binding.means_of_losses({"g": self._here})["g"]
+        if self._recorded is not None:
+            self._recorded.check(self._here)
+        loop._monitor.record_loss(self._k + 1, "g", self.value, {})
+
+    def _evaluate(self, use: Callable[[Traced], State], z: State | None = None) -> State:
+        """Return what `use` makes of the loss, or of the loss of each inner problem. One graph at a time is kept."""
+        binding = self._loop._binding
+        problems = binding.separate()
+        if not problems:
+            with self._graph(z, once=True) as traced:
+                self._note_value()
+                return use(traced)
+        binding.check_batch("g", self._batch)
+        found: list[State] = []
+        values: list[Tensor] = []
+        modes = [m.training for m in binding.modules]
+        for problem in problems:
+            set_modes(binding.modules, modes)  # the loss may have changed them
+            with self._graph(z, problem=problem, once=True) as traced:
+                found.append(use(traced))
+                values.append(self._here)
+        self._here = torch.stack(values).sum()
+        self._note_value()
+        return binding.joined(found)
 
     @property
     def numbers(self) -> Sequence[Tensor]:
         return self.value, torch.as_tensor(self.weight, dtype=torch.float64, device="cpu")
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
-        with self.traced(z, once=True) as traced:
+        def gradient(traced: Traced) -> State:
             self.warn_of_buffers(traced.to["g"])
             return _pull_loss(traced, self._loop._binding, inputs, into)
+
+        with self._conditions():
+            return self._evaluate(gradient, z)
 
     def kept(self) -> OuterLoss:
         """Record this loss, which is evaluated again when the sweep reaches its step."""
         recorded = RecordedLoss(self._k, Conditions(self._loop._binding))
-        with self.traced(once=True):
+        with self._conditions():
+            self._evaluate(lambda traced: {})
             recorded.note(self._here, (self._batch, self.weight), self.leaves, self._loop._binding)
         self._recorded = recorded
         return self
