@@ -42,8 +42,8 @@ from .updates import SUM, weight_of
 
 _IN_BATCH = {n: f"a tensor in the batch of {n}" for n in ("h", "g")}
 _CHANGED = (
-    "Something that h or g reads has changed since, and is no tensor of the batch: a closed-over tensor or number, "
-    "Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, draw with torch, or use "
+    "Something that h, g or direction= reads has changed since, and is no tensor of the batch: a closed-over tensor or "
+    "number, Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, draw with torch, or use "
     "engine='unroll', which runs nothing again."
 )
 

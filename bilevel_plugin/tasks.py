@@ -39,6 +39,12 @@ class TaskBinding(Binding):
         self.tasks, self.holds = tasks, False
         self.vmaps_losses = not any(map(self.needs_loop, model.modules()))
         self._separates = not (self.vmaps_losses or whole_graphs)
+        for n, b in self.buffers.items():
+            if b.layout != torch.strided:
+                raise ValueError(
+                    f"bilevel.inner: with tasks= each task has buffers of its own, and the buffer {n!r} is sparse "
+                    f"({b.layout}), which can't be repeated. Let h and g close over it, or give its dense form."
+                )
         self.buffers = {n: self.repeat_for_tasks(b).clone() for n, b in self.buffers.items()}
 
     @property

@@ -290,3 +290,10 @@ def test_wrong_task_dimensions():
     with bilevel.inner(model, lambda m, x, y: 1.0, loss, tasks=3, lr=0.1) as loop:
         with pytest.raises(TypeError, match=r"h must return a scalar tensor, got float"):
             loop.step(x, y)
+
+
+def test_a_sparse_buffer_is_refused():
+    model = nn.Linear(4, 2)
+    model.register_buffer("adjacency", torch.eye(4).to_sparse())
+    with pytest.raises(ValueError, match=r"the buffer 'adjacency' is sparse.*close over it"):
+        bilevel.inner(model, loss, loss, tasks=3, lr=0.1).__enter__()

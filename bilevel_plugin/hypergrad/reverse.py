@@ -329,7 +329,7 @@ class _ReverseTape(Tape):
             pull = self._pull if self._compiler is None else PULLBACKS["lean"]()  # compiled code can't be measured
             statistics = step.step.binding.statistics
             a = {n: x.detach() for n, x in moved.to.items() if x.is_floating_point() and n not in statistics}
-            return peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), pull))
+            return max(1, peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), pull)))  # 0 means graphs
 
     def _fit(self) -> None:
         """Replace graphs by states, oldest first, until all fit. If no graph is left, a new state replaces another."""

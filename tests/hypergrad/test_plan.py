@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from contract import ROOM
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from problems import weighted
+from problems import relative, weighted
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
@@ -562,3 +562,20 @@ def test_the_host_is_the_device_on_the_cpu() -> None:
             return loop.hypergrad(lam)
 
     assert torch.equal(run(bilevel.Reverse(store="host")), run(bilevel.Reverse()))
+
+
+def test_a_budget_whose_first_step_has_no_loss() -> None:
+    """Under bda h has no weight at k = 1, so a part of that step's gradient has no graph at all."""
+    model, lam = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), torch.zeros((), requires_grad=True)
+    x = torch.randn(6, 3)
+    h = lambda model, x: lam.exp() * model(x).square().mean()
+    g = lambda model, x: model(x).tanh().mean()
+
+    def run(engine: Any) -> Tensor:
+        with bilevel.inner(model, h, g, solver="bda", lr=0.1, engine=engine) as loop:
+            for _ in range(3):
+                loop.accumulate(x)
+                loop.step(outer=x)
+            return loop.hypergrad(lam)
+
+    assert relative(run(bilevel.Reverse(memory="1GiB", blocks=nn.Linear)), run("reverse")) < 1e-6
