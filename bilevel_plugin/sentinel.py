@@ -36,6 +36,8 @@ from .step import Step, Term, gradient
 
 _EPSILONS = (1e-7, 1e-9, 1e-5)
 TOLERANCE = 1e-4
+_REPRODUCED = 1e-11  # how much a value may change from one evaluation to the next, relative to it or its derivative
+_DIFFERENT = "the losses return a different value at each evaluation (random numbers?)"
 _LOW = (torch.float16, torch.bfloat16, torch.float32)
 _CHECKED: set[object] = set()  # structures of models, with the losses, that were checked
 
@@ -363,7 +365,8 @@ def _compare(got: float, at: Callable[[float], tuple[float, float]], here: float
 
     One-sided differences, which cost one evaluation, are enough where they agree. Otherwise central differences are
     taken, and the least error over three ε counts. Where two ε disagree, the differences are inexact (rounding, a
-    kink), and their disagreement is subtracted from the error.
+    kink), and their disagreement is subtracted from the error. The disagreement of random numbers would hide any error,
+    so a function that is not the same at each evaluation is refused first.
     """
 
     def error(expected: float, rough: float) -> float:
@@ -375,6 +378,9 @@ def _compare(got: float, at: Callable[[float], tuple[float, float]], here: float
     best = error((ahead - here) / eps, _rounding(ahead, here, eps))
     if best <= TOLERANCE / 10:
         return best
+    again, value = at(0.0)
+    if not abs(again - here) <= _REPRODUCED * max(abs(here), abs(got)):  # noise / 1e-9 would be as large as `got`
+        raise NotChecked(_DIFFERENT)
     before = None
     for eps in _EPSILONS:
         ahead, behind = at(eps)[0], at(-eps)[0]
@@ -384,8 +390,8 @@ def _compare(got: float, at: Callable[[float], tuple[float, float]], here: float
         before = expected
         if best <= TOLERANCE / 10:
             return best
-    if not abs(at(0.0)[1] - loss) <= 1e-6 * abs(loss):
-        raise NotChecked("the losses return a different value at each evaluation (random numbers?)")
+    if not abs(value - loss) <= 1e-6 * abs(loss):
+        raise NotChecked(_DIFFERENT)
     return best
 
 

@@ -55,3 +55,32 @@ def test_first_always_and_never():
     assert told(False) == []
     with pytest.raises(ValueError, match="check= takes 'first', 'always' or False"):
         told("sometimes")
+
+
+@pytest.mark.parametrize("engine", ["unroll", "forward"])
+@pytest.mark.parametrize("noise", [1e-8, 1e-6, 1e-2, 1.0])
+def test_random_numbers_do_not_hide_a_wrong_derivative(engine, noise):
+    """Numbers of a generator of its own differ at each evaluation, and their differences agree with no derivative."""
+    model, x = torch.nn.Linear(3, 1), torch.ones(4, 3)
+    own, lam = torch.Generator().manual_seed(0), torch.tensor(0.1, requires_grad=True)
+
+    def h(model, x):
+        shaken = 1 + noise * torch.randn((), generator=own)
+        return lam.exp() * shaken * semi_gradient(model, x)
+
+    options = {"solver": "gd", "lr": 0.1, "engine": engine, "check": "always"}
+    with bilevel.inner(model, h, lambda m, x: m(x).mean(), **options) as loop:
+        loop.run(2, x, outer=(x,))
+        with pytest.warns(bilevel.DerivativeWarning, match="a different value at each evaluation"):
+            loop.hypergrad(lam)
+
+
+@pytest.mark.parametrize("engine", ["unroll", "forward"])
+def test_no_alarm_where_random_numbers_are_drawn_from_torch(engine):
+    model, x = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Dropout(0.5)), torch.ones(4, 3)
+    lam = torch.tensor(0.1, requires_grad=True)
+    h = lambda m, x: lam.exp() * (m(x) + torch.randn(4, 8)).square().mean()
+    options = {"solver": "gd", "lr": 0.1, "engine": engine, "check": "always"}
+    with bilevel.inner(model, h, lambda m, x: m(x).abs().sum(), **options) as loop:
+        loop.run(2, x, outer=(x,))
+        assert loop.hypergrad(lam).isfinite()
