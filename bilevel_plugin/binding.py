@@ -43,6 +43,7 @@ from .kernels import (
     FIRST_ORDER,
     NORMALISATIONS,
     LongAttention,
+    PaddedEmbedding,
     TakingDirection,
     evaluating,
     is_stopped,
@@ -141,6 +142,7 @@ class Binding:
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
         self.weight_norm = any(map(has_weight_norm, self.modules))
+        # whether an embedding has a row of padding: a module, or a call of F.embedding that a loss was seen to make
         self.padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
         self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by another name
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
@@ -490,19 +492,21 @@ class Binding:
             padded=taking if self.padded else None,
         )
 
-    def _first_look(self, name: str, loss: Loss) -> AbstractContextManager[Any]:
+    def _first_look(self, name: str, loss: Loss, inside: Inside) -> AbstractContextManager[Any]:
         if (key := (name, code_of(loss))) in self.evaluated_losses:
             return _NOTHING
         self.evaluated_losses.add(key)
         # the weights of one task are in the model only while a loss runs, not in the backward pass
         kept = self.graphs_are_kept or self.tasks is not None
-        return self._looking(FirstLook(self.noted, graphs_are_kept=kept))
+        return self._looking(FirstLook(self.noted, graphs_are_kept=kept), inside.taking)
 
     @contextmanager
-    def _looking(self, look: FirstLook) -> Generator[None]:
-        with _first_look(look, self.model), LongAttention() as long:
+    def _looking(self, look: FirstLook, taking: TakingDirection) -> Generator[None]:
+        rows = PaddedEmbedding(taking, first_look=True)
+        with _first_look(look, self.model), LongAttention() as long, _NOTHING if self.padded else rows:
             yield
         self.long_attention = self.long_attention or long.seen
+        self.padded = self.padded or rows.seen
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         """Return function(model, *args), with the tensors of `inside` in the model."""
@@ -516,7 +520,7 @@ class Binding:
         inside.taking.evaluating = True
         before = [x._version for x in inside.weights.values()]
         try:
-            with self._first_look(name, loss):
+            with self._first_look(name, loss, inside):
                 value, aux = self.call(lambda *args: value_and_aux(name, loss(*args)), inside, batch)
             self.aux[name] = map_tensors(self._as_aux, aux)
         except TypeError as error:

@@ -249,14 +249,18 @@ class _ConstantInStep(torch.autograd.Function):
 
 
 class PaddedEmbedding(TorchFunctionMode):
-    """A mode for nn.Embedding(padding_idx=i): row i is constant in the direction of a step, but not in its derivative.
+    """A mode for an embedding with padding_idx=i: row i is constant in the direction of a step, not in its derivative.
 
     torch's kernel drops that row from second derivatives as well, and from the gradient of g.
+
+    A mode costs time. So without an nn.Embedding(padding_idx=i) in the model, this one is on in the first evaluation of
+    a loss, and later only if that found such a call (`seen`).
     """
 
-    def __init__(self, taking: TakingDirection) -> None:
+    def __init__(self, taking: TakingDirection, *, first_look: bool = False) -> None:
         super().__init__()
-        self._taking = taking
+        self._taking, self._first_look = taking, first_look
+        self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._embedding if func is F.embedding else func)(*args, **(kwargs or {}))
@@ -267,6 +271,13 @@ class PaddedEmbedding(TorchFunctionMode):
         found = F.embedding(input, weight, None, *args, **kwargs)
         if padding_idx is None:
             return found
+        self.seen = True
+        if self._first_look and checkpointing():  # it would run again, after the first look, by torch's kernel
+            raise RuntimeError(
+                "bilevel.inner: h or g calls F.embedding(..., padding_idx=...) under activation checkpointing, and the "
+                "model has no nn.Embedding with padding_idx. Call it outside of the checkpointed part, or as an "
+                "nn.Embedding(..., padding_idx=...)."
+            )
         padding = (input == padding_idx % len(weight)).unsqueeze(-1)
         return torch.where(padding, _ConstantInStep.apply(self._taking, found), found)  # pyright: ignore
 

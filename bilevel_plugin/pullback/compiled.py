@@ -171,7 +171,7 @@ class Compiler:
         elif binding.stops_gradients:
             self.disable("a loss calls stop_gradient, which compiled code would ignore")
         elif binding.padded:
-            self.disable("the model has an nn.Embedding with padding_idx, whose compiled second derivative is wrong")
+            self.disable("an embedding has padding_idx, whose compiled second derivative is wrong")
         elif binding.weight_norm:
             self.disable("the model has weight_norm, whose compiled second derivative is wrong")
         elif binding.moving and not all(judged):
