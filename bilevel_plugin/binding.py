@@ -37,6 +37,7 @@ from .graph import (
     same_bits,
     sequence_number,
     tensors_of,
+    without_hooks,
 )
 from .kernels import (
     EXCLUSIVE,
@@ -423,16 +424,14 @@ class Binding:
             leaves = {n: z[n] for n in self.parameters}
             weights = self.weights_for_losses(leaves)
             copies.update(weights)
-        hooks = (
-            [p._backward_hooks for p in self.parameters.values() if p._backward_hooks] if self.own_parameters else []
-        )
         with (
             self.swapped(copies) as inside,
             self.twice_differentiable(inside.taking if graph else None, statistics=bool(follow))
             if (graph if twice is None else twice) or not self._takes_kernels_of_plain_loop(graph, bool(follow))
             else FIRST_ORDER,
             evaluating(inside.taking),
-            _silenced(hooks) if hooks else _NOTHING,
+            # hooks on parameters belong to the direction (see updates.py), and not to its derivative
+            without_hooks(self.parameters.values()) if self.own_parameters else _NOTHING,
         ):
             inside.weights, inside.leaves, inside.statistics, inside.watched = weights, leaves, followed, watched
             try:
@@ -606,19 +605,6 @@ def writes_to_weight(name: str, weight: str) -> str:
         "derivative of that is not known. Write it as a function of the weights that the loss uses: a parametrization, "
         "or a term of the loss."
     )
-
-
-@contextmanager
-def _silenced(hooks: list[Any]) -> Generator[None]:
-    """Switch off hooks on parameters, which belong to the direction (see updates.py) and not to its derivative."""
-    kept = [dict(h) for h in hooks]
-    for h in hooks:
-        h.clear()
-    try:
-        yield
-    finally:
-        for h, items in zip(hooks, kept, strict=True):
-            h.update(items)
 
 
 _NOTHING = nullcontext()
