@@ -143,8 +143,10 @@ figure4 = $(SHORT) --solvers gd,bigsam --lr 4 --steps 1,5,10,20
 tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 20 --train-queries 2 --images 120 --chunk 120 --lr 1.6 --eta 0.003 --mirror \
 	--shift 0.05 --zoom 0.15 --light 0.2 --precision auto --test-turns 1 --test-views mirror --outer-steps 1200 --also 5x1,5x5,20x5 --curve-points 12 \
 	--curve-episodes 100 --test-episodes 1000 --test-steps 5 --baselines none --solvers gd,bigsam --seeds 3
-figure5-paper = --paper --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
-STUDIES = omniglot omniglot-float32 omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper
+SHORT5 = --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
+figure5-paper = --paper $(SHORT5)
+figure5-rates = $(SHORT5) --solvers gd,bigsam --lr 0.4,0.8,1.6,4 --curve-points 1 --test-on val --seeds 1
+STUDIES = omniglot omniglot-float32 omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper figure5-rates
 few-shot: $(VENV)/.test
 	$(foreach s,$(STUDIES),$(FEWSHOT) $($(s)) --threads 1 $(if $(DATA),--data-root $(DATA)) --resume --out runs/$(s) &&) true
 	$(FEWSHOT).cost --threads 1 $(if $(DATA),--data-root $(DATA)) --out runs/cost
