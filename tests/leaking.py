@@ -67,6 +67,28 @@ class Trace:
         return sum(ref() is not None for ref in self.refs)
 
 
+@dataclass
+class Switch:
+    """Whether a backward pass through λ fails."""
+
+    on: bool = False
+
+
+class _Guarded(torch.autograd.Function):
+    """The identity, whose backward pass fails if the switch is on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, switch: Switch) -> Tensor:
+        ctx.switch = switch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.switch.on:
+            raise Fault("in the middle of a backward pass")
+        return grad, None
+
+
 def block(engine: Any, fault: str = "none") -> Trace:
     """One block with a model and an outer variable of its own; the fault, if there is one, is caught here."""
     trace = Trace()
@@ -76,21 +98,19 @@ def block(engine: Any, fault: str = "none") -> Trace:
     x = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(4, 2)
     encoded = trace.put(x * lam[1].exp())  # a batch with a graph behind it
     trace.refs += [weakref.ref(model), weakref.ref(lam), weakref.ref(encoded)]
-    calls = {"h": 0, "g": 0}
+    calls, switch = {"h": 0, "g": 0}, Switch()
 
     def loss(name: str) -> Callable[..., Tensor]:
         def value(model: nn.Module, x: Tensor) -> Tensor:
             calls[name] += 1
+            guarded: Any = _Guarded.apply(lam[0], switch)
             decay = sum(p.square().sum() for p in model.parameters())
-            out = trace.put(model(x).square().mean() + lam[0].exp() * decay)
+            out = trace.put(model(x).square().mean() + guarded.exp() * decay)
             if calls[name] == STEPS // 2 and fault.split(",")[0] == name:
                 raise TypeError("unsupported operand") if "TypeError" in fault else Fault(name)
             return out
 
         return value
-
-    def refuse(grad: Tensor) -> Tensor:
-        raise Fault("in the middle of a backward pass")
 
     try:
         with bilevel.inner(model, loss("h"), loss("g"), solver=_solver(engine), engine=engine) as loop:
@@ -98,8 +118,7 @@ def block(engine: Any, fault: str = "none") -> Trace:
                 loop.step(encoded, *([x] if fault == "arguments" else []), outer=x)
                 if fault == "body" and k == STEPS // 2:
                     raise Fault("body")
-            if fault == "hypergrad":
-                lam.register_hook(refuse)
+            switch.on = fault == "hypergrad"
             if fault == "backward":
                 loop.backward()
                 loop.backward()  # the encoder's graph is gone: an error of autograd
@@ -107,6 +126,7 @@ def block(engine: Any, fault: str = "none") -> Trace:
                 loop.hypergrad(lam)
     except (Fault, TypeError, RuntimeError):
         assert fault != "none"
+        torch.zeros((), requires_grad=True).exp().backward()  # torch keeps what is left of a failed pass until the next
     else:
         # unroll keeps no graph of its own behind the batch: a second backward is fine there
         assert fault in ("none", "backward")
