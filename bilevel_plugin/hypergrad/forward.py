@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..graph import Gradients, Pairs, State, Traced, explained, grad, is_finite
+from ..graph import Gradients, Pairs, State, Traced, explained, grad, is_finite, nodes
 from ..replay import RecordedStep
 from ..step import LossMonitor, Moved
 from .base import End, Engine, Tape, refuse_create_graph
@@ -76,7 +79,7 @@ class _ForwardTape(Tape):
         adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
         at = {n: x for n, x in traced.at.items() if x.requires_grad}
         ins = [*at.values(), *(x for _, x in sources)]
-        with torch.enable_grad(), explained():
+        with torch.enable_grad(), explained(), _without_gaps(outs):
             pulled = grad(outs, ins, adjoint, create_graph=True, retain_graph=True)
         for (owner, element), tangent in self._tangents.items():
             along = [tangent.get(n) for n in at]
@@ -161,6 +164,16 @@ def _dot(a: State, tangent: State) -> Tensor | None:
     """Return a·ż, or None if they have no name in common."""
     parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
     return torch.stack(parts).sum() if parts else None
+
+
+def _without_gaps(outs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Save tensors without gaps for another derivative if there is a cross entropy of (N, C, T), which fails on others.
+
+    torch's kernel for that derivative, `nll_loss2d_backward`, wants them. Its tensors have four dimensions.
+    """
+    if not any(type(node).__name__.startswith("NllLoss2D") for node in nodes(outs)):
+        return nullcontext()
+    return saved_tensors_hooks(lambda x: x.contiguous() if x.dim() == 4 else x, lambda x: x)
 
 
 def _unit_vector(x: Tensor, element: int) -> Tensor:
