@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from .runs import write
 
@@ -57,6 +57,7 @@ def curves(
 
     looks: colour and line style for each label. More than four labels have no bands, which would hide each other.
     """
+    whole = all(float(v).is_integer() for seeds in lines.values() for x, _ in seeds for v in x)
     for plain, (label, seeds) in zip(COLOURS * 3, lines.items(), strict=False):
         colour, style = looks[label] if looks else (plain, "-")
         shortest = min(len(x) for x, _ in seeds)
@@ -70,6 +71,8 @@ def curves(
         ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_formatter(NullFormatter())
+    elif whole:  # there is no step 2.5
+        ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]))
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
 

@@ -493,3 +493,18 @@ def test_the_page_fits_a_phone_and_asks_nothing_of_a_network(hostile: Path) -> N
             assert all(line.startswith("or ") for line in lines)  # not o, r in two lines beside a long name
         browser.close()
     assert seen == []
+
+
+def test_flags_may_stand_before_the_word_predict(
+    sets: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["patches", *map(str, sets), "--out", str(tmp_path / "out")]
+    assert main(["--threads", "1", "--quiet", "--seed=1", "predict", *words]) == 0
+    assert len(predictions(tmp_path / "out")) == 30
+    with pytest.raises(SystemExit):
+        main(["--threads", "1", "predict", "patches"])
+    assert "bilevel-fewshot predict" in "".join(capsys.readouterr())
+    assert type(parse(["photos", "--out", "predict"])).__module__.endswith("photos")
+    for folder in ("predict", "run"):  # as the value of a flag it is a folder
+        assert parse(["--paper", "--out", folder])[1].out == Path(folder)
+        assert parse(["--quiet", "--out", folder])[1].out == Path(folder)

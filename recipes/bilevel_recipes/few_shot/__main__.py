@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import tyro
@@ -93,9 +94,21 @@ RECIPE = command.Recipe(
 
 def parse(argv: Sequence[str]) -> Any:
     """Read the command line of a study, of PHOTOS, or of predict; leave with code 2 where a flag is misspelt."""
+    argv = _predict_first(argv)
     if not argv or argv[0].startswith("-"):
         return command.parse(RECIPE, argv)
     return _parse_own(argv)
+
+
+def _predict_first(argv: Sequence[str]) -> list[str]:
+    """Return the command line with the word predict in front of the flags that were given before it."""
+    groups = (photos.Data, photos.Training, photos.Output, predict.Command)
+    switches = {f"--{f.name.replace('_', '-')}" for group in groups for f in fields(group) if f.type == "Switch"}
+    at = 0
+    while at < len(argv) and argv[at].startswith("-"):
+        followed = any(word.startswith("--") for word in argv[at + 1 : at + 2])
+        at += 1 if "=" in argv[at] or argv[at] in switches or followed else 2  # any other flag has one value
+    return ["predict", *argv[:at], *argv[at + 1 :]] if list(argv[at : at + 1]) == ["predict"] else list(argv)
 
 
 def _parse_own(argv: Sequence[str]) -> Any:
@@ -113,9 +126,10 @@ def _parse_own(argv: Sequence[str]) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a study, PHOTOS or predict. Without argv, it is the program bilevel-fewshot, which has no studies."""
-    if argv is not None and (not argv or argv[0].startswith("-")):
+    installed = argv is None
+    argv = _predict_first(sys.argv[1:] if argv is None else argv)
+    if not installed and (not argv or argv[0].startswith("-")):
         return command.main(RECIPE, argv)
-    argv = list(sys.argv[1:] if argv is None else argv)
     chosen = _parse_own(argv or ["--help"])
     keep_memory()
     try:
