@@ -136,7 +136,9 @@ KINDS = --ways 20 --train-queries 5 --also 5x1,5x5,20x5 --seeds 3
 SHORT = --dataset omniglot --model conv4 --images 240 --chunk 240 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
 omniglot = --omniglot --seeds 3
 omniglot-float32 = --omniglot --precision float32
-omniglot-solvers = --omniglot --model conv4 --outer-steps 800 --curve-points 8 $(TEST) --solvers gd,bigsam,bigsam-paper-annealed --seeds 3
+LONGER = --omniglot --model conv4 --outer-steps 800 --curve-points 8 $(TEST) --seeds 3
+omniglot-solvers = $(LONGER) --solvers gd,bigsam,bigsam-paper-annealed
+omniglot-throughout = $(LONGER) --solvers bigsam-convergent,bigsam-paper
 figure4-paper = --paper $(SHORT) --steps 1,5,10,20
 figure4-rates = $(SHORT) --solvers gd,bigsam --lr 0.8,1.6,4,8,16 --curve-points 1 --test-on val --seeds 1
 figure4 = $(SHORT) --solvers gd,bigsam --lr 4 --steps 1,5,10,20
@@ -146,7 +148,8 @@ tiny = --dataset tiny-imagenet --train-on train+val --model conv4-pool --ways 20
 SHORT5 = --dataset tiny-imagenet --model conv4 --images 120 --chunk 120 $(KINDS) --outer-steps 100 --curve-points 5 $(TEST)
 figure5-paper = --paper $(SHORT5)
 figure5-rates = $(SHORT5) --solvers gd,bigsam --lr 0.4,0.8,1.6,4 --curve-points 1 --test-on val --seeds 1
-STUDIES = omniglot omniglot-float32 omniglot-solvers figure4-paper figure4-rates figure4 tiny figure5-paper figure5-rates
+figure5 = $(SHORT5) --solvers gd,bigsam --lr 1.6 --steps 1,5,10,20
+STUDIES = omniglot omniglot-float32 omniglot-solvers omniglot-throughout figure4-paper figure4-rates figure4 tiny figure5-paper figure5-rates figure5
 few-shot: $(VENV)/.test
 	$(foreach s,$(STUDIES),$(FEWSHOT) $($(s)) --threads 1 $(if $(DATA),--data-root $(DATA)) --resume --out runs/$(s) &&) true
 	$(FEWSHOT).cost --threads 1 $(if $(DATA),--data-root $(DATA)) --out runs/cost
