@@ -58,3 +58,12 @@ def test_each_figure_stands_on_the_page_that_is_named() -> None:
         number, unit = re.match(r"([\d,.]+)\s?(.+)", figure).groups()
         assert re.search(rf"(?<![\d,.]){re.escape(number)}(?:\.0)?(?![\d,])", text), figure
         assert unit in text, figure
+
+
+def test_the_command_that_readme_shows_is_the_one_that_made_its_figures() -> None:
+    command = re.search(
+        r"^python -m bilevel_recipes\.few_shot .*$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert command is not None
+    page = (ROOT / "docs/results/few_shot.md").read_text(encoding="utf-8")
+    assert f"{command[0]}\n" in page.replace(" --resume", "")
