@@ -195,6 +195,20 @@ def resolve_optimizer(given: Any) -> tuple[tuple[torch.optim.Optimizer, ...], Fo
     )
 
 
+def _is_same(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether an entry of an optimizer's state is the object that was there before, and was not written to."""
+    return before[0] is now[0] and before[1] == now[1]
+
+
+def _is_equal(before: tuple[Any, int], now: tuple[Any, int]) -> bool:
+    """Whether it is that object, or another one with the same values."""
+    (x, version), (y, _) = before, now
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return x is y or (type(x) is type(y) and (isinstance(x, dict) or bool(x == y)))  # a dict is the whole state
+    kept = x._version == version and x.shape == y.shape and x.dtype == y.dtype and x.device == y.device
+    return kept and (x is y or x.is_meta or torch.equal(x, y))
+
+
 class OptimizerRule(UpdateRule):
     """The rules of torch.optim objects, with their groups, options and present state; or a rule of the user.
 
@@ -225,7 +239,7 @@ class OptimizerRule(UpdateRule):
                 for p in group["params"]:
                     if p in names:
                         self._read_state(names[p], p, optimizer.state.get(p, {}), rule, repeat_for_tasks)
-        self._state = self._state_of_optimizers()
+        self._state, self._checked = self._state_of_optimizers(), False
 
     def _read_state(
         self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, repeat_for_tasks: Callable[[Tensor], Tensor]
@@ -241,21 +255,27 @@ class OptimizerRule(UpdateRule):
     def _ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
 
-    def _state_of_optimizers(self) -> list[tuple[Any, int]]:
-        """Return the objects of the optimizers' state with their versions, by which a change is noticed."""
-        held = [x for o in self._optimizers for x in (o.state, *(x for s in o.state.values() for x in s.values()))]
-        return [(x, x._version if isinstance(x, Tensor) else 0) for x in held]
+    def _state_of_optimizers(self) -> dict[tuple[int, int, str], tuple[Any, int]]:
+        """Return the state of each optimizer, and what it holds for each weight, with the versions of tensors."""
+        found: dict[tuple[int, int, str], tuple[Any, int]] = {}
+        for i, optimizer in enumerate(self._optimizers):
+            found[i, 0, ""] = optimizer.state, 0
+            for p, held in optimizer.state.items():
+                for key, x in held.items():
+                    found[i, id(p), key] = x, x._version if isinstance(x, Tensor) else 0
+        return found
 
     def check(self) -> None:
-        now = self._state_of_optimizers()
-        if len(now) != len(self._state) or any(
-            x is not y or i != j for (x, i), (y, j) in zip(now, self._state, strict=True)
-        ):
+        before, now = self._state, self._state_of_optimizers()
+        # before the first step it may be loaded anew (accelerate does), but later that would undo what the steps did
+        is_kept = _is_same if self._checked else _is_equal
+        if before.keys() != now.keys() or not all(is_kept(before[n], now[n]) for n in now):
             raise RuntimeError(
                 "bilevel.inner: the state of the optimizer has changed in the block (load_state_dict, or momentum that "
                 "was reset). It is read when the block is opened, and never again. Keep the weights by commit_() "
                 "before such a change, and open a new block after it."
             )
+        self._state, self._checked = now, True
         if self._ids() != self._held:
             raise RuntimeError(
                 "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set "

@@ -426,6 +426,28 @@ def test_a_state_of_an_optimizer_that_changes_in_the_block(how):
             loop.step()
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["with momentum", "empty"])
+def test_a_state_that_is_loaded_anew(held):
+    """Before the first step, as accelerate does, it is the same state; after a step it would undo what the step did."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.9)
+    loss = lambda m: m.weight.square().sum()
+    if held:
+        loss(model).backward()
+        optimizer.step()
+    anew = lambda: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with bilevel.inner(model, loss, loss, solver="gd", optimizer=optimizer) as loop:
+        anew()
+        loop.step()
+        anew()
+        with refused("the state of the optimizer has changed in the block"):
+            loop.step()
+    with bilevel.inner(model, loss, loss, solver="gd", optimizer=optimizer) as loop:
+        optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 3)
+        with refused("the state of the optimizer has changed in the block"):
+            loop.step()
+
+
 # --- sparse gradients, rates of a shape ---
 
 
