@@ -502,7 +502,8 @@ class Binding:
     @contextmanager
     def _looking(self, look: FirstLook, taking: TakingDirection) -> Generator[None]:
         rows = PaddedEmbedding(taking, first_look=True)
-        with _first_look(look, self.model), LongAttention() as long, _NOTHING if self.padded else rows:
+        # the innermost mode is LongAttention, which looks at the function that has called the kernel
+        with _first_look(look, self.model), _NOTHING if self.padded else rows, LongAttention() as long:
             yield
         self.long_attention = self.long_attention or long.seen
         self.padded = self.padded or rows.seen
