@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -598,6 +599,7 @@ def test_forward_over_reverse_is_linear_too(always, monkeypatch):
     assert live(run(1024)) < 1.1 * 4 * live(run(256))
 
 
+@pytest.mark.skipif(find_spec("tqdm") is None, reason="the page is written by the recipes, which need tqdm")
 def test_the_page_of_the_benchmark_is_made():
     from benchmarks.attention import page
 

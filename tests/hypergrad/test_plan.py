@@ -564,6 +564,7 @@ def test_the_host_is_the_device_on_the_cpu() -> None:
     assert torch.equal(run(bilevel.Reverse(store="host")), run(bilevel.Reverse()))
 
 
+@pytest.mark.usefixtures("blocks")
 def test_a_budget_whose_first_step_has_no_loss() -> None:
     """Under bda h has no weight at k = 1, so a part of that step's gradient has no graph at all."""
     model, lam = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4)), torch.zeros((), requires_grad=True)

@@ -109,7 +109,7 @@ def on_again(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def ran(request, monkeypatch):
+def ran(request, monkeypatch, blocks):
     """Every test that is not about falling back must have gone through blocks."""
     counts = on_again(monkeypatch)
     yield counts

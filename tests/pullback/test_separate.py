@@ -31,7 +31,7 @@ def pictures(n=5):
 
 def adam(model):
     """With a state, from which the direction of a step is read."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-3)
     loss(model, *(x[0] for x in pictures())).backward()
     optimizer.step()
     optimizer.zero_grad()
