@@ -36,6 +36,7 @@ import nbclient
 import nbformat
 import pytest
 import torch
+import tyro
 
 from benchmarks.runners import importable
 from bilevel_recipes import command
@@ -217,8 +218,12 @@ def test_commands_are_ones_that_exist(block: Block) -> None:
             module = importlib.import_module(flags[1])
             module = importlib.import_module(f"{flags[1]}.__main__") if hasattr(module, "__path__") else module
             if flags[2:] and flags[2:] != ["--help"]:
-                recipe = getattr(module, "RECIPE", None)
-                command.parse(recipe, flags[2:]) if recipe else module.parser().parse_args(flags[2:])
+                if recipe := getattr(module, "RECIPE", None):
+                    command.parse(recipe, flags[2:])
+                elif settings := getattr(module, "Settings", None):
+                    tyro.cli(settings, args=flags[2:], config=(tyro.conf.FlagCreatePairsOff,))
+                else:
+                    module.parser().parse_args(flags[2:])
         elif program == "bilevel-clean":
             if flags != ["--help"]:
                 bilevel_clean.parse(flags)
