@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 import bilevel_plugin as bilevel
 from bilevel_plugin import attention as chunks
-from bilevel_plugin.kernels import twice_differentiable
+from bilevel_plugin.kernels.replace import twice_differentiable
 from bilevel_recipes.runs import write_page
 
 from .measure import clock, live, say

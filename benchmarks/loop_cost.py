@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.binding import Binding
+from bilevel_plugin.model.model import Binding
 
 PACKAGE = Path(bilevel.__file__).parent
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.tasks import TaskBinding
+from bilevel_plugin.model.tasks import TaskBinding
 from bilevel_recipes.models import conv4, conv4_pool
 
 from .measure import live

@@ -8,20 +8,20 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
     grad = loop.hypergrad(lam)
 """
 
-from .check import gradcheck
-from .direction import clip_norm, clip_value
-from .fetching import fetched
-from .graph import Gradients, State, Traced, as_leaves
-from .hypergrad import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
+from .autograd.graph import Gradients, State, Traced, as_leaves
+from .check.gradcheck import gradcheck
+from .check.sentinel import DerivativeWarning
+from .engine import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
 from .inner import Loop, inner
-from .kernels import stop_gradient
-from .optimizers import optimizer_rule
-from .replay import RecordedStep
-from .schedules import constant, convergent, power
-from .sentinel import DerivativeWarning
-from .solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
-from .step import LossMonitor, Moved, Step
-from .updates import Update
+from .kernels.replace import stop_gradient
+from .step.fetching import fetched
+from .step.record import RecordedStep
+from .step.step import LossMonitor, Moved, Step
+from .update.direction import clip_norm, clip_value
+from .update.formulas import optimizer_rule
+from .update.schedules import constant, convergent, power
+from .update.solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
+from .update.update import Update
 
 __version__ = "0.1.0"
 

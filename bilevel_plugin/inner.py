@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from . import hypergrad as engines
-from . import solvers
-from .binding import Binding
-from .direction import Transform, checked_direction, resolve_clip
-from .hypergrad import Engine
-from .kernels import EXCLUSIVE
+from . import engine as engines
+from .engine import Engine
+from .kernels.replace import EXCLUSIVE
 from .loop import Check, Inputs, Loop, Losses, flatten
-from .losses import Loss
-from .optimizers import Formula
-from .solvers import Rate, StepRule
-from .tasks import TaskBinding
-from .updates import DescentRule, OptimizerRule, UpdateRule, resolve_optimizer
+from .model.losses import Loss
+from .model.model import Binding
+from .model.tasks import TaskBinding
+from .update import solvers
+from .update.direction import Transform, checked_direction, resolve_clip
+from .update.formulas import Formula
+from .update.solvers import Rate, StepRule
+from .update.update import DescentRule, OptimizerRule, UpdateRule, resolve_optimizer
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup
@@ -178,7 +178,7 @@ class Inner:
                 whole = self._engine.keeps_graphs or self._engine.traces_steps
                 binding = TaskBinding(model, optimizers, self._tasks, whole_graphs=whole)
             elif self._group is not None:
-                from .parallel import ParallelBinding
+                from .model.ranks import ParallelBinding
 
                 group = self._group()
                 if group is None:

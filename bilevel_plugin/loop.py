@@ -12,12 +12,7 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from .accumulation import Accumulate, AfterAccumulation
-from .binding import AUX, OWNER, Binding, InnerProblem, Inside
-from .conditions import set_modes, undisturbed
-from .direction import Transform, Transformed, hooks_of
-from .fetching import Source
-from .graph import (
+from .autograd.graph import (
     Gradients,
     Pairs,
     State,
@@ -34,18 +29,23 @@ from .graph import (
     vjp,
     without_hooks,
 )  # fmt: skip
-from .hypergrad import Engine
-from .hypergrad.base import End, OuterLoss
-from .hypergrad.plan import Plan
-from .kernels import EXCLUSIVE, full_precision
-from .losses import Loss, WithKeywords, code_of, evaluating_loss, scalar
-from .parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
-from .replay import Conditions, RecordedLoss, RecordedStep, refuse_hidden_parameter
-from .sentinel import Sentinel
-from .session import NESTED
-from .solvers import StepRule, Value
-from .step import LossMonitor, Moved, Step, Term, disconnected
-from .updates import SUM, Update, UpdateRule
+from .check.sentinel import Sentinel
+from .engine import Engine
+from .engine.base import End, OuterLoss
+from .engine.plan import Plan
+from .kernels.replace import EXCLUSIVE, full_precision
+from .model.losses import Loss, WithKeywords, code_of, evaluating_loss, scalar
+from .model.model import AUX, OWNER, Binding, InnerProblem, Inside
+from .model.session import NESTED
+from .step.accumulation import Accumulate, AfterAccumulation
+from .step.conditions import set_modes, undisturbed
+from .step.fetching import Source
+from .step.parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
+from .step.record import Conditions, RecordedLoss, RecordedStep, refuse_hidden_parameter
+from .step.step import LossMonitor, Moved, Step, Term, disconnected
+from .update.direction import Transform, Transformed, hooks_of
+from .update.solvers import StepRule, Value
+from .update.update import SUM, Update, UpdateRule
 
 Inputs = Tensor | Iterable[Tensor] | Mapping[str, Tensor] | nn.Module
 Only = torch.optim.Optimizer | nn.Module | Tensor | Iterable[Tensor]

@@ -11,9 +11,9 @@ from problems import Ridge, relative
 
 import bilevel_plugin as bilevel
 from bilevel_plugin import hypergrad
-from bilevel_plugin.hypergrad.implicit import CG, Neumann
+from bilevel_plugin.engine.implicit import CG, Neumann
 from bilevel_plugin.pullback import PULLBACKS
-from bilevel_plugin.solvers import SOLVERS
+from bilevel_plugin.update.solvers import SOLVERS
 
 # The model's own parameters are the leaves, or the weights are tensors of their own.
 OWN: dict[str, Any] = {"reverse": "reverse", "sqrt": bilevel.Reverse("sqrt"), "forward": "forward"}

@@ -10,8 +10,8 @@ from problems import Ridge, differences, relative, weighted
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.hypergrad import ENGINES
-from bilevel_plugin.solvers import SOLVERS
+from bilevel_plugin.engine import ENGINES
+from bilevel_plugin.update.solvers import SOLVERS
 
 PAGE = Path(__file__).parent.parent / "docs" / "extending.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

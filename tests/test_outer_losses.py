@@ -14,8 +14,8 @@ from problems import Ridge, Vector, differences, relative
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.graph import hooks_on_saved
-from bilevel_plugin.hypergrad import ENGINES
+from bilevel_plugin.autograd.graph import hooks_on_saved
+from bilevel_plugin.engine import ENGINES
 
 pytestmark = pytest.mark.usefixtures("double")
 STEPS, AT = 6, {0: 0.7, 2: -0.4, 3: 1.5, 6: 0.3}  # the steps after which losses are added, and their weights

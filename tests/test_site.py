@@ -141,9 +141,13 @@ def test_formulas_are_mathml(site, name):
     assert "arithmatex" not in page
 
 
+def _lines(path):
+    return (ROOT / path).read_text().splitlines()
+
+
 def test_excerpts_have_their_line(site):
-    line = int(re.search(r"bilevel_plugin/solvers\.py, line (\d+)", site["how/step.html"])[1])
-    assert "t * alpha, s * (1 - alpha)" in (ROOT / "bilevel_plugin/solvers.py").read_text().splitlines()[line - 1]
+    line = int(re.search(r"bilevel_plugin/update/solvers\.py, line (\d+)", site["how/step.html"])[1])
+    assert "t * alpha, s * (1 - alpha)" in _lines("bilevel_plugin/update/solvers.py")[line - 1]
 
 
 def test_every_public_name_is_in_the_reference(site):

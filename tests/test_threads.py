@@ -16,7 +16,7 @@ from problems import Vector, differences, relative, weighted
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.hypergrad import ENGINES
+from bilevel_plugin.engine import ENGINES
 
 
 @pytest.fixture

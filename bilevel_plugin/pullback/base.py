@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..binding import Inside
-from ..conditions import undisturbed
-from ..graph import State, vjp
-from ..step import Evaluated, Step, statistics_under_checkpointing
-from ..updates import PulledUpdate, add, weight_of
+from ..autograd.graph import State, vjp
+from ..model.model import Inside
+from ..step.conditions import undisturbed
+from ..step.step import Evaluated, Step, statistics_under_checkpointing
+from ..update.update import PulledUpdate, add, weight_of
 
 
 @dataclass

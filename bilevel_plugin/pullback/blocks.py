@@ -28,13 +28,13 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..binding import Inside
-from ..conditions import drawn_from, random_states, set_modes, set_random_states, undisturbed
-from ..graph import State, explained, grad, hooks_on_saved, leaf_of, nodes, norm, sequence_number
-from ..kernels import full_precision
-from ..losses import code_of
-from ..step import Step, is_same
-from ..updates import PulledUpdate, add
+from ..autograd.graph import State, explained, grad, hooks_on_saved, leaf_of, nodes, norm, sequence_number
+from ..kernels.replace import full_precision
+from ..model.losses import code_of
+from ..model.model import Inside
+from ..step.conditions import drawn_from, random_states, set_modes, set_random_states, undisturbed
+from ..step.step import Step, is_same
+from ..update.update import PulledUpdate, add
 from . import lean
 from .base import Pulled, joined, known_direction
 from .lean import LeanProducts

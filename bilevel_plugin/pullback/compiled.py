@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
-from ..binding import Binding, InnerProblem
-from ..graph import State, as_leaves, map_tensors
-from ..kernels import NORMALISATIONS, TakingDirection
-from ..losses import Loss
-from ..step import Moved, Step
+from ..autograd.graph import State, as_leaves, map_tensors
+from ..kernels.replace import NORMALISATIONS, TakingDirection
+from ..model.losses import Loss
+from ..model.model import Binding, InnerProblem
+from ..step.step import Moved, Step
 from . import lean
 from .base import Pulled, joined, known_direction
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from ..binding import Inside
-from ..graph import State, checkpointing
-from ..kernels import TakingDirection, full_precision
-from ..step import Evaluated, Step, gradient
+from ..autograd.graph import State, checkpointing
+from ..kernels.replace import TakingDirection, full_precision
+from ..model.model import Inside
+from ..step.step import Evaluated, Step, gradient
 from . import plain
 from .base import Pulled, known_direction, pull_through
 

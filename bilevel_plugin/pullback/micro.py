@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..graph import State
-from ..step import Step
-from ..updates import add
+from ..autograd.graph import State
+from ..step.step import Step
+from ..update.update import add
 from .base import Pull, Pulled, direction_of
 
 

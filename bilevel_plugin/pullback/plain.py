@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..binding import Inside
-from ..graph import State
-from ..step import Evaluated, Step
+from ..autograd.graph import State
+from ..model.model import Inside
+from ..step.step import Evaluated, Step
 from .base import Pulled, pull_through
 
 

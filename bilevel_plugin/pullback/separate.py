@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..conditions import set_modes
-from ..graph import State
-from ..step import Step
-from ..updates import add, weight_of
+from ..autograd.graph import State
+from ..step.conditions import set_modes
+from ..step.step import Step
+from ..update.update import add, weight_of
 from .base import Pull, Pulled, direction_of, joined
 
 

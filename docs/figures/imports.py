@@ -11,16 +11,18 @@ PACKAGE = ROOT / "bilevel_plugin"
 PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end of what was made -->\n"
 
-ORDER = (  # a file imports what stands before it
-    "schedules", "graph", "attention", "kernels", "solvers", "optimizers", "updates", "accumulation", "direction",
-    "losses", "models", "session", "binding", "conditions", "tasks", "parallel", "parts", "fetching", "step",
-    "pullback/base", "pullback/plain", "pullback/lean", "pullback/blocks", "pullback/compiled", "pullback/micro",
-    "pullback/separate", "pullback/__init__",
-    "replay",
-    "hypergrad/store", "hypergrad/journal", "hypergrad/plan", "hypergrad/base", "hypergrad/unroll", "hypergrad/forward",
-    "hypergrad/implicit", "hypergrad/reverse", "hypergrad/__init__",
-    "sentinel", "loop", "inner", "check", "__init__",
+LEVELS = (  # a file imports files of levels before its own, and of its own level without going round in a circle
+    ("autograd/",), ("kernels/",), ("update/",), ("model/",), ("step/", "pullback/"), ("engine/",),
+    ("check/sentinel",), ("loop", "inner"), ("check/",), ("__init__",),
 )  # fmt: skip
+
+
+def level(name: str) -> int:
+    """The level of a file: that of the longest name in LEVELS that its own name begins with."""
+    fits = [(len(start), i) for i, starts in enumerate(LEVELS) for start in starts if name.startswith(start)]
+    if not fits:
+        raise ValueError(f"{name} has no level: give its room one in LEVELS, docs/figures/imports.py.")
+    return max(fits)[1]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Edge:
 
 
 def modules(package: Path = PACKAGE) -> dict[str, Path]:
-    """The files of the package by their names in `ORDER`."""
+    """The files of the package by their names."""
     return {path.relative_to(package).with_suffix("").as_posix(): path for path in sorted(package.rglob("*.py"))}
 
 
@@ -51,10 +53,23 @@ def edges(package: Path = PACKAGE) -> list[Edge]:
     return list(found.values())
 
 
-def upward(found: list[Edge], order: tuple[str, ...] = ORDER) -> list[Edge]:
-    """The edges to a file that does not stand before the one that imports it."""
-    place = {name: i for i, name in enumerate(order)}
-    return [e for e in found if place[e.to] >= place[e.of]]
+def upward(found: list[Edge]) -> list[Edge]:
+    """The edges to a file of a later level, or round in a circle."""
+    place = {name: i for i, name in enumerate(order(found))}
+    return [e for e in found if level(e.to) > level(e.of) or place.get(e.to, -1) >= place.get(e.of, -1)]
+
+
+def order(found: list[Edge]) -> list[str]:
+    """The files, each after those that it imports, and by their levels and names where that leaves a choice."""
+    before: dict[str, set[str]] = {name: set() for e in found for name in (e.of, e.to)}
+    for e in found:
+        before[e.of].add(e.to)
+    done: list[str] = []
+    while before:
+        ready = [name for name, imports in before.items() if not imports & before.keys()] or list(before)
+        done.append(min(ready, key=lambda name: (level(name), name)))
+        del before[done[-1]]
+    return done
 
 
 def _imports(node: ast.AST, kind: str) -> list[tuple[ast.Import | ast.ImportFrom, str]]:
@@ -114,10 +129,10 @@ def label(name: str) -> str:
 def table(package: Path = PACKAGE) -> str:
     """The files in their order, with the first line of each docstring and what each one imports."""
     known, found = modules(package), edges(package)
-    place = {name: i for i, name in enumerate(ORDER)}
+    place = {name: i for i, name in enumerate(order(found))}
     lines = ["| file | what is in it | imports |", "| --- | --- | --- |"]
-    for name in sorted(known, key=place.__getitem__):
-        mine = sorted((e for e in found if e.of == name), key=lambda e: place[e.to])
+    for name in sorted(known, key=lambda name: (level(name), place.get(name, -1), name)):
+        mine = sorted((e for e in found if e.of == name), key=lambda e: (level(e.to), place[e.to]))
         marks = {"": "", "lazy": " (when it is needed)", "types": " (for its types)"}
         imports = ", ".join(f"`{label(e.to)}`{marks[e.kind]}" for e in mine) or "nothing"
         text = (ast.get_docstring(ast.parse(known[name].read_text())) or "").split("\n")[0].replace("|", "\\|")

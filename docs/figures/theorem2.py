@@ -10,8 +10,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.losses import Loss
-from bilevel_plugin.solvers import StepRule
+from bilevel_plugin.model.losses import Loss
+from bilevel_plugin.update.solvers import StepRule
 
 from .style import SOLVERS, legend, panels, save
 

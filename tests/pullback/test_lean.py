@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.kernels import TakingDirection
+from bilevel_plugin.kernels.replace import TakingDirection
 from bilevel_plugin.pullback.lean import LeanProducts
 
 N = 6

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.solvers import Rate
+from bilevel_plugin.update.solvers import Rate
 
 from .episodes import Batch, Images
 from .train import chunk_size, encode, encode_task, loss, prepare, zero_head

@@ -1,0 +1,1 @@
+"""Autograd: trees of tensors, graphs, derivatives, and the bytes that graphs keep."""

@@ -1,0 +1,1 @@
+"""Checks: derivatives against differences."""

@@ -1,0 +1,220 @@
+"""Implicit differentiation at the fixed point z* = Φ(z*, λ), with α frozen at its last value.
+
+    dg/dλ = ∂g/∂λ + v·∂Φ/∂λ,   v·(I − ∂Φ/∂z) = ∇_z g
+
+Memory: the graph of one step, whatever K is. It is right at the fixed point only. Whether the loop has
+reached it is tested on the hypergradient itself, which is taken at z and at Φ(z) and may differ by `settled`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..autograd.graph import Gradients, State, as_leaves, vjp
+from ..step.record import RecordedStep
+from ..step.step import LossMonitor, Moved
+from .base import End, Engine, Tape, refuse_create_graph
+
+Operator = Callable[[State], State]
+
+
+@dataclass(frozen=True)
+class _Implicit(Engine):
+    """The options of both engines.
+
+    iterations: the largest number of products with ∂Φ/∂z. tol: the relative residual to reach; None accepts what the
+    iterations give. settled: how much the hypergradient may change, relative to its size, from z to Φ(z).
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("fixed point",)
+    iterations: int = 1000
+    tol: float | None = 1e-6
+    settled: float = 0.01
+
+    @property
+    def traces_steps(self) -> bool:
+        return True
+
+    def tape(self) -> Tape:
+        return _ImplicitTape(self)
+
+    @abstractmethod
+    def solve(self, pull: Operator, a: State) -> State:
+        """Return v with v − pull(v) = a, where pull(v) = v·∂Φ/∂z."""
+
+    def not_converged(self, residual: float) -> RuntimeError:
+        return RuntimeError(
+            f"bilevel.{type(self).__name__}: the relative residual is {residual:.1e} after {self.iterations} "
+            f"iterations (tol={self.tol}). Allow more iterations, accept the result by tol=None, or use "
+            "engine='reverse'."
+        )
+
+
+@dataclass(frozen=True)
+class CG(_Implicit):
+    """Conjugate gradients on I − ∂Φ/∂w, which is c·∇²(the step's loss): symmetric, and positive at a minimum.
+
+    Examples:
+        The minimiser of h is w* = 1/(1 + λ), and dw*/dλ = −1/(1 + λ)².
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> lam = torch.tensor(1.0, requires_grad=True)
+        >>> h = lambda m: 0.5 * (m.weight - 1).square().sum() + 0.5 * lam * m.weight.square().sum()
+        >>> g = lambda m: m.weight.sum()
+        >>> with bilevel.inner(model, h, g, solver="gd", lr=0.4, engine=bilevel.CG()) as loop:
+        ...     _ = loop.run(30)
+        ...     print(loop.hypergrad(lam))
+        tensor(-0.2500)
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ("fixed point", "symmetry")
+
+    def solve(self, pull: Operator, a: State) -> State:
+        v, r, p = _scale(0.0, a), a, a
+        rr = start = _dot(r, r)
+        for _ in range(self.iterations):
+            if self.tol is not None and rr <= self.tol**2 * start:
+                return v
+            if rr == 0:
+                return v
+            ap = _add(p, -1.0, pull(p))
+            curvature = _dot(p, ap)
+            if not curvature > 0:
+                raise RuntimeError(
+                    f"bilevel.CG: found a direction of curvature {curvature:.1e}, so w_K is not a strict minimum of "
+                    "the step's loss, and w(λ) has no derivative there. Add a regulariser to h, take more steps, or "
+                    "use engine='reverse'."
+                )
+            v, r = _add(v, rr / curvature, p), _add(r, -rr / curvature, ap)
+            rr, before = _dot(r, r), rr
+            p = _add(r, rr / before, p)
+        if self.tol is not None and rr > self.tol**2 * start:
+            raise self.not_converged((rr / start) ** 0.5)
+        return v
+
+
+@dataclass(frozen=True)
+class Neumann(_Implicit):
+    """v = Σ_j a·(∂Φ/∂z)^j, for a Φ that contracts. Φ need not be symmetric, so momentum is allowed.
+
+    Examples:
+        The minimiser of h is w* = 1/(1 + λ), and dw*/dλ = −1/(1 + λ)².
+
+        >>> import torch, bilevel_plugin as bilevel
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> lam = torch.tensor(1.0, requires_grad=True)
+        >>> h = lambda m: 0.5 * (m.weight - 1).square().sum() + 0.5 * lam * m.weight.square().sum()
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+        >>> g = lambda m: m.weight.sum()
+        >>> with bilevel.inner(model, h, g, solver="gd", optimizer=sgd, engine=bilevel.Neumann()) as loop:
+        ...     _ = loop.run(60)
+        ...     print(loop.hypergrad(lam))
+        tensor(-0.2500)
+    """
+
+    def solve(self, pull: Operator, a: State) -> State:
+        v, term = a, a
+        start = size = _dot(a, a)
+        for _ in range(self.iterations):
+            term = pull(term)
+            v = _add(v, 1.0, term)
+            size = _dot(term, term)
+            if size == 0 or (self.tol is not None and size <= self.tol**2 * start):
+                return v
+            if not size <= 1e12 * start:
+                raise RuntimeError(
+                    "bilevel.Neumann: the Neumann series diverges: Φ does not contract at w_K. Use a smaller rate, or "
+                    "engine='reverse'."
+                )
+        if self.tol is not None:
+            raise self.not_converged((size / start) ** 0.5)
+        return v
+
+
+class _ImplicitTape(Tape):
+    reaches_start = False
+
+    def __init__(self, options: _Implicit) -> None:
+        self._options = options
+        self._step: RecordedStep | None = None
+        self._last: State = {}
+
+    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
+        moved = step.take(z, monitor)
+        self._step, self._last = step, as_leaves(moved.to)
+        return moved
+
+    def add_loss(self, loss: End) -> None:
+        raise ValueError(
+            f"bilevel.inner: engine={type(self._options).__name__} differentiates the fixed point of the steps, so it "
+            "can't take losses at earlier weights (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
+        )
+
+    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+        refuse_create_graph(create_graph)
+        assert end is not None
+        found = Gradients()
+        step = self._step
+        a = end.pull(inputs, found)
+        if step is None:  # no step was taken: the direct gradient is all there is
+            return found, {}
+        ahead = self._at(step, self._last, a, inputs, found)
+        other = Gradients()
+        if end.is_function:  # a loss= that the user computed can't be evaluated at another state
+            a = end.pull(inputs, other, ahead)
+        else:
+            end.pull(inputs, other)
+        self._at(step, ahead, a, inputs, other)
+        self._check_settled(found, other)
+        return found, {}
+
+    def _at(self, step: RecordedStep, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
+        """Add a·(I − ∂Φ/∂z)⁻¹·∂Φ/∂λ at z to the sums, and return Φ(z)."""
+        with step.traced(z) as traced:
+            at = {n: x for n, x in traced.at.items() if x.requires_grad}
+            a = {n: a.get(n, torch.zeros_like(x)) for n, x in at.items()}
+
+            def pull(u: State) -> State:
+                grads = vjp(traced.to, u, list(at.values()))
+                return {n: g for n, g in zip(at, grads, strict=True) if g is not None}
+
+            v = self._options.solve(pull, a)
+            traced.vjp(v, inputs, into)
+            return as_leaves({n: x.detach().clone() for n, x in traced.to.items()})
+
+    def _check_settled(self, here: Gradients, ahead: Gradients) -> None:
+        """Raise if the gradients change too much, each weighted by the size of its variable to have the unit of g."""
+        change = size = 0.0
+        for mine, others in ((here.direct, ahead.direct), (here.cut, ahead.cut)):
+            for key, (x, grad) in mine.items():
+                other = others[key][1] if key in others else torch.zeros_like(grad)
+                unit = float(x.detach().norm()) or 1.0
+                change += unit * float((grad - other).norm())
+                size += unit * max(float(grad.norm()), float(other.norm()))
+        if not change <= self._options.settled * size:
+            name = type(self._options).__name__
+            raise RuntimeError(
+                f"bilevel.{name}: the engine differentiates the fixed point of the inner steps, and the loop has not "
+                f"reached it: after one more step the gradient would change by {change / size if size else 1.0:.1%}. "
+                f"Take more steps, use engine='reverse', or allow the change: bilevel.{name}(settled=...)."
+            )
+
+
+def _dot(x: State, y: State) -> float:
+    return sum(float((x[n] * y[n]).sum()) for n in x if n in y)
+
+
+def _scale(c: float, x: State) -> State:
+    return {n: c * value for n, value in x.items()}
+
+
+def _add(x: State, c: float, y: State) -> State:
+    """Return x + c·y, where entries that y lacks count as 0."""
+    return {n: value + c * y[n] if n in y else value for n, value in x.items()}

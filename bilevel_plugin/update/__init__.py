@@ -1,0 +1,1 @@
+"""The update: solvers, schedules, and what an optimizer does with a direction."""
