@@ -1,122 +1,108 @@
-"""The model as a function of its weights and buffers. After the block the model is restored to what it was.
+"""The model as a function of its weights and buffers.
 
 The weights can enter a loss in two ways.
 
-- *Own parameters*: w_k is written into the model's own parameters. These are the leaves for which derivatives are
+- *Own parameters*: w_k is written into the model's own parameters, which are the leaves for which derivatives are
   taken. The loss runs as it does in the plain loop: aliases, hooks, closures over `model.parameters()` and backward
   passes that run a part of the model again all see the right weights. This is for engines that keep no graph from one
   step to the next.
-- *Swapped in*: the weights are separate tensors, with a graph (`unroll`, `memory=`) or a task dimension. They replace
-  the parameters while a loss and its derivative are computed, as in `torch.func.functional_call`. Where the
-  parameters are in the model is looked up only once.
+- *Swapped in*: the weights are separate tensors, with a graph (`unroll`, `memory=`) or of one of several tasks. They
+  replace the parameters while losses and their derivatives are computed, by `torch.func.functional_call`.
 
 Buffers are swapped in either way, so that a loss may update them in place. Between the steps the model's own tensors
 hold the values of the current state.
 """
 
-# pyright: reportPrivateUsage=false
-
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ..autograd.graph import (
-    DerivativeWarning,
-    FirstLook,
-    State,
-    as_leaves,
-    map_tensors,
-    same_bits,
-    sequence_number,
-    tensors_of,
-    without_hooks,
-)
-from ..kernels.replace import (
-    EXCLUSIVE,
-    FIRST_ORDER,
-    NORMALISATIONS,
-    LongAttention,
-    PaddedEmbedding,
-    TakingDirection,
-    evaluating,
-    is_stopped,
-    stop_gradient,
-    twice_differentiable,
-)
-from .given import has_weight_norm, inner_parameters, refuse_model, refuse_shared_memory
-from .losses import Loss, active_models, check_arguments, code_of, value_and_aux
+from ..autograd.graph import State, sequence_number, without_hooks
+from ..autograd.weak import WeakTensors
+from ..kernels.replace import FIRST_ORDER, NORMALISATIONS, TakingDirection, evaluating, twice_differentiable
+from .losses import active_models
+from .ranks import Alone
 from .session import Session
+from .tasks import OneProblem
 
+T = TypeVar("T")
 _RUNNING = ("running_mean", "running_var")
-OWNER = "_bilevel_loop"  # the attribute of a tensor that names the loop whose weights it holds
-AUX = "_bilevel_aux"  # the attribute of a tensor that a loss returned beside its value, if it depends on the weights
+_NOTHING = nullcontext()
+Place = tuple[dict[str, Any], str, str]  # (the dict of a module, the key there, the name of the tensor)
 
 
 @dataclass
-class Inside:
-    """The tensors that are in the model while a loss runs."""
+class Evaluation:
+    """The tensors that are in the model while losses are evaluated."""
 
-    weights: State  # the weights that the losses use; the direction is the gradient for these
-    leaves: State  # the weights that the step started from; the step is differentiated for these
-    statistics: State  # the buffers that are part of the state and can be differentiated for
-    watched: State  # other buffers that a step has changed
-    buffers: Callable[[], State]
-    swapped: State  # all tensors that replace tensors of the model
+    weights: State  # what the losses use; the direction is the gradient with respect to these
+    leaves: State  # what the step started from; the step is differentiated with respect to these
+    statistics: State  # the buffers that are part of the state, as leaves
+    watched: State  # the other buffers that a step has changed, as leaves
     taking: TakingDirection
+    left: Callable[[], State]  # returns the buffers as the losses have left them
+    tasks: State | None = None  # the tensors of all tasks, if the losses are mapped over them
 
 
-@dataclass(frozen=True)
-class InnerProblem:
-    """One of several inner problems: the row of all states and batches that is its own."""
+@dataclass
+class Seen:
+    """What the evaluations of a loop have shown of its model and losses so far."""
 
-    binding: Binding
-    row: int
+    statistics: tuple[str, ...]  # the buffers that are part of the state
+    padded: bool  # an embedding has a row of padding: a module, or a call of F.embedding
+    moving: set[str] = field(default_factory=set[str])  # the statistics that a step has changed
+    changing: set[str] = field(default_factory=set[str])  # the other floating-point buffers that a step has changed
+    stops: bool = False  # a loss has called `stop_gradient`
+    long_attention: bool = False  # a loss calls F.scaled_dot_product_attention by another name
+    losses: set[object] = field(default_factory=set[object])  # the losses that were evaluated
+    constants: dict[int, Any] = field(default_factory=dict[int, Any])  # leaves of theirs that do not require grad
+    aux: dict[str, Any] = field(default_factory=dict[str, Any])  # what the losses last returned beside their values
+    states: WeakTensors = field(default_factory=WeakTensors)  # weights of steps that the user was given
+    derived: WeakTensors = field(default_factory=WeakTensors)  # what depends on the weights, and has no graph
+    warns: bool = True  # whether a buffer that is changed and read is warned of
 
-    def rows(self, tree: Any) -> Any:
-        """Return its part of every tensor. The leading dimension stays, with size 1."""
-        with torch.enable_grad():
-            return map_tensors(lambda x: x[self.row : self.row + 1], tree)
 
-    def leaves(self, z: State) -> State:
-        """Return its part of a state as new leaves."""
-        return as_leaves(self.rows(z))
+class Model:
+    """The model as a function of the inner variable w, its trainable parameters, and of its buffers.
 
-
-class Binding:
-    """The model as a function of the weights w (its trainable parameters) and of its buffers.
-
-    With an optimizer, w is what the optimizer holds. Any other trainable parameter stays in the model, and may be an
-    outer variable.
+    With optimizers, w is what they hold: `parameters`. Any other trainable parameter stays in the model, and may be an
+    outer variable. `tasks` and `ranks` are what several inner problems, and several processes, change. With `swaps`,
+    weights are swapped in although no graph outlives its step.
     """
 
-    tasks: int | None = None
-    vmaps_losses: bool = False
-    batch_dimension: int = 0  # the dimension of the tensors of a batch that counts the samples
-    share: float = 1.0  # the weight of this process in a mean over all ranks
-
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (), *, own_parameters: bool = True
+        self,
+        module: nn.Module,
+        parameters: State,
+        tasks: OneProblem | None = None,
+        ranks: Alone | None = None,
+        *,
+        graphs_are_kept: bool = False,
+        swaps: bool = False,
     ) -> None:
-        refuse_model(model)
+        self.module, self.parameters = module, parameters
+        self.tasks, self.ranks = tasks or OneProblem(), ranks or Alone()
         # A block inside a loss, on the same model as that loss, must not write to the model: the graph of the loss is
         # still being built. The weights of such a block are only swapped in, as those of tasks are.
-        self.holds = not any(id(m) in modules for modules in active_models() for m in model.modules())
-        self.model, self.own_parameters = model, own_parameters
-        self.parameters = inner_parameters(model, optimizers)
-        self.modules = tuple(model.modules())
-        self._module_ids = frozenset(map(id, self.modules))
-        self._children = [(m._modules, tuple(m._modules.values())) for m in self.modules]
+        nested = any(id(m) in modules for modules in active_models() for m in module.modules())
+        self.holds = self.tasks.count is None and not nested
+        self.graphs_are_kept = graphs_are_kept
+        self.own = self.tasks.count is None and not (graphs_are_kept or swaps)
+        self.modules = tuple(module.modules())
+        self.ids = frozenset(map(id, self.modules))
         # a buffer that requires grad is an outer variable, and is not swapped
-        self.buffers: State = {n: b for n, b in model.named_buffers() if b is not None and not b.requires_grad}
-        refuse_shared_memory(model, self.parameters)
+        self.buffers: State = {n: b for n, b in module.named_buffers() if b is not None and not b.requires_grad}
+        self.places = list(_places(module, {**parameters, **self.buffers}))
+        self._slots = _slots(module, {**parameters, **self.buffers})
+        self._buffer_places = [place for place in self.places if place[2] in self.buffers]
         tracked = {
             id(b)
             for m in self.modules
@@ -124,170 +110,51 @@ class Binding:
             for n, b in m.named_buffers(recurse=False)
             if n in _RUNNING
         }
-        self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
-        self.moving: set[str] = set()  # the statistics that a step of this loop has changed
-        self.changing: set[str] = set()  # the other floating-point buffers that a step of this loop has changed
-        self.stops_gradients = False  # whether a loss has called `stop_gradient`
-        self.aux: dict[str, Any] = {}  # what the losses last returned beside their values
-        self.warns = True
-        self.token = object()  # marks the weights of every step of this loop
-        self.evaluated_losses: set[object] = set()  # the losses that were evaluated before
-        self.noted: dict[int, Any] = {}  # the leaves that they use and that do not require grad, by id
-        self.graphs_are_kept = False
-        self._parameter_places = _places(self.modules, "_parameters", self.parameters)
-        self._buffer_places = _places(self.modules, "_buffers", self.buffers)
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
-        self._frozen = [p for p in model.parameters() if not p.requires_grad]
-        held = (*model.parameters(), *self.buffers.values())
+        padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
+        self.seen = Seen(tuple(n for n, b in self.buffers.items() if id(b) in tracked), padded)
+        self.buffers = self.tasks.repeated(self.buffers)
+        held = (*module.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
-        self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
-        self.weight_norm = any(map(has_weight_norm, self.modules))
-        # whether an embedding has a row of padding: a module, or a call of F.embedding that a loss was seen to make
-        self.padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
-        self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by another name
-        self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
-        self._session: Session | None = None
+        self.recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
+        self.weight_norm = any(map(_has_weight_norm, self.modules))
+        self.parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
+        self.session: Session | None = None
         self.opened = 0  # autograd's sequence number at which the block was opened
-        self._held: State | None = None  # the state whose values the model's own tensors hold
-        self._buffers: State = {}
-        self._versions: list[int] = []
+        self.held: State | None = None  # the state whose values the model's own tensors hold
+        self.held_buffers: State = {}
+        self.versions: list[int] = []
+        self._host = _Host(module)
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """A key that is equal for bindings with the same places in the same modules."""
-        return tuple((id(holder), name, n) for holder, name, n in (*self._parameter_places, *self._buffer_places))
-
-    @property
     def structure(self) -> tuple[object, ...]:
-        """A key that is equal for models of the same structure in the same modes."""
+        """Return a key that is equal for models of the same structure in the same modes."""
         shapes = tuple((n, p.shape, p.dtype) for n, p in self.parameters.items())
         return tuple((type(m), m.training) for m in self.modules), shapes
 
-    # --- hooks for several inner problems (tasks.py) and for several processes (parallel.py) ---
-
-    def repeat_for_tasks(self, x: Tensor) -> Tensor:
-        """Return a tensor of the model, repeated for each inner problem."""
-        return x
-
-    def map_over_tasks(self, function: Callable[[State], State], d: State) -> State:
-        """Return function(d), computed for each inner problem."""
-        return function(d)
-
-    def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Turn a function of the tensors of one inner problem into a function of the tensors of all of them."""
-        return function
-
-    def total(self, value: Tensor) -> Tensor:
-        """Return the loss as a scalar: its sum over the tasks."""
-        return value
-
-    def separate(self) -> Sequence[InnerProblem]:
-        """Return the inner problems if each is differentiated by itself, so that one graph at a time is enough."""
-        return ()
-
-    def joined(self, parts: Sequence[State]) -> State:
-        """Return the state, or the gradient for it, from the parts of all inner problems; a missing part is 0."""
-        found = {n: x for part in parts for n, x in part.items()}
-        return {n: torch.cat([p[n] if n in p else torch.zeros_like(x) for p in parts]) for n, x in found.items()}
-
-    def joined_buffers(self, parts: Sequence[State]) -> State:
-        """Return the buffers that the inner problems have left."""
-        stopped = {n for n in parts[0] if all(is_stopped(part[n]) for part in parts)}
-        # the concatenation of stopped tensors is not one
-        return {n: stop_gradient(x) if n in stopped else x for n, x in self.joined(parts).items()}
-
-    def joined_aux(self, parts: Sequence[Any]) -> Any:
-        """Return what a loss has returned beside its value, from what it returned for each inner problem."""
-        return parts[0]
-
-    def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
-        """Raise if the batch can't be one of this loss."""
-
     def initial_weights(self) -> State:
         """Return w_0, with the graph that leads to the model's parameters."""
+        self.ranks.check_start(self.parameters)
         with torch.enable_grad():
-            return {n: self.repeat_for_tasks(p) for n, p in self.parameters.items()}
-
-    def means_of_losses(self, values: State, what: str = "") -> State:
-        """Average the values of the losses over the ranks. Raise unless `what` is the same on each of them."""
-        return values
-
-    def mean_of_direction(self, d: State) -> State:
-        """Return the gradient of the mean loss over the ranks, from the gradient of this process's loss."""
-        return d
-
-    def sum_over_ranks(self, grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Reduce over ranks: sum what the loss of each process contributes to the adjoint."""
-        return grads
-
-    def weights_for_losses(self, w: State) -> State:
-        """Return the weights that the losses of this process use, where graphs are kept."""
-        return w
-
-    def count_once_across_ranks(self, x: Tensor) -> Tensor:
-        """Count once the gradient of a tensor that each rank uses outside the losses, such as a rate or an option."""
-        return x
-
-    def check_same_on_all_ranks(self, tensors: State) -> None:
-        """Raise if the values of these tensors differ between ranks."""
-
-    def announce(self, action: str) -> None:
-        """Raise if the ranks are about to do different things."""
-
-    def all_agree(self, ok: bool) -> bool:
-        """Return whether this is true on every rank."""
-        return ok
-
-    def largest_on_any_rank(self, *numbers: int) -> tuple[int, ...]:
-        """Return the maximum of each number over the ranks."""
-        return numbers
-
-    shards: bool = False  # whether each rank stores only its part of a state
-
-    def shard(self, z: State) -> State:
-        """Return the part of a state that this process stores."""
-        return z
-
-    def unshard(self, kept: State) -> State:
-        """Return the whole state, from the parts that the ranks store."""
-        return kept
-
-    def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients for the inputs, from the contributions of this process."""
-        return list(parts)
+            return {n: self.tasks.repeat(self.ranks.once(p)) for n, p in self.parameters.items()}
 
     # --- the block: what the model held before it, and what it holds now ---
 
     def open(self) -> None:
         """Save the values of the model's tensors, which `close` restores."""
         written = (*self.parameters.values(), *self.buffers.values()) if self.holds else ()
-        self._session = Session.open(self.model, self.parameters, written, self.note_versions)
+        self.session = Session.open(self.module, self.parameters, written, self.note_versions)
         self.opened = sequence_number()
 
     def close(self) -> None:
         """Restore the values that `open` saved."""
-        if self._session is not None:
-            with EXCLUSIVE:
-                self._session.close()
-            self._session = None
-        self._held = None
-
-    def keep(self) -> None:
-        """Keep the present values of the model after the block."""
-        assert self._session is not None
-        self._session.remember_values()
-
-    @property
-    def remembered_weights(self) -> State:
-        """The saved values of w_0, which are restored after the block and never written to."""
-        assert self._session is not None
-        held = {id(t): saved for t, saved in self._session.values} if self.tasks is None else {}
-        return {n: held[id(p)] for n, p in self.parameters.items() if id(p) in held}
+        if self.session is not None:
+            self.session.close()
+        self.session = self.held = None
+        self.ranks.close()
 
     def hold(self, z: State, buffers: State) -> None:
         """Write the values of this state into the model's own tensors."""
-        if not self.holds or self._held is z:
+        if not self.holds or self.held is z:
             return
         with torch.no_grad():
             torch._foreach_copy_(list(self.parameters.values()), [z[n] for n in self.parameters])  # pyright: ignore
@@ -295,186 +162,113 @@ class Binding:
                 new = z[n] if n in z else buffers[n]
                 if new is not b:
                     b.copy_(new)
-        self._held, self._buffers = z, buffers
+        self.held, self.held_buffers = z, buffers
         self.note_versions()
 
     def note_versions(self) -> None:
         """Record the versions of the parameters after a write of this loop. A later change is one by hand."""
-        self._versions = [p._version for p in self.parameters.values()]
-
-    def check_held(self, z: State, k: int, *, numbers: bool = True) -> None:
-        """Raise if the model was changed since the last step.
-
-        Without `numbers`, the values of weights with an unchanged version are not compared. The step that follows
-        compares them in any case (`check_not_written`).
-        """
-        assert self._session is not None
-        self._session.check_innermost()
-        if not self.holds:
-            return
-        for holder, name, n in (*self._parameter_places, *self._buffer_places):
-            if holder.get(name) is not (self.parameters[n] if n in self.parameters else self.buffers[n]):
-                raise RuntimeError(
-                    f"bilevel.inner: {n!r} of the model was replaced in the block, after step k = {k}, and may carry a "
-                    "graph. Compute it inside h; build the model before the block, and open a new block after such a "
-                    "change."
-                )
-        if any(len(now) != len(then) or tuple(now.values()) != then for now, then in self._children):
-            raise RuntimeError(
-                f"bilevel.inner: the layers of the model have changed in the block, after step k = {k}: one was "
-                "replaced, added or removed. Build the model before the block, and open a new block after such a "
-                "change."
-            )
-        for p in self._trainable:
-            if not p.requires_grad:
-                raise RuntimeError(self._flag("frozen (requires_grad was set to False)", p, k))
-        for p in self._frozen:
-            if p.requires_grad:
-                raise RuntimeError(self._flag("unfrozen (requires_grad was set to True)", p, k))
-        for (n, p), version in zip(self.parameters.items(), self._versions, strict=True):
-            x = z[n]
-            same = p._version == version and p.shape == x.shape and p.dtype == x.dtype
-            if p.device.type == "cpu" and (numbers or not same):  # values may be back
-                same = same_bits(p, x)
-            if not same and not p.is_meta:
-                raise RuntimeError(
-                    f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k}, and the derivative of "
-                    "that change is not known. In the block it is loop.step that trains: leave out optimizer.step(), "
-                    "load_state_dict and writing to the weights. What a step should do to them (a projection, say) "
-                    "belongs into h, as a function of them."
-                )
-        self.note_versions()
-        for n, b in self.buffers.items():
-            x = z[n] if n in z else self._buffers[n]
-            if b.shape != x.shape or (b.device.type == "cpu" and not same_bits(b, x)):
-                raise RuntimeError(
-                    f"bilevel.inner: the buffer {n!r} was changed in the block, after step k = {k}, and the derivative "
-                    "of that change is not known. A look at the model in training mode updates running statistics: "
-                    "call model.eval() before it, or loop(x) in place of model(x). What belongs to a step goes into h."
-                )
-        if self._parametrized and parametrize._cache_enabled:  # pyright: ignore[reportPrivateUsage]
-            raise RuntimeError(
-                "bilevel.inner: parametrize.cached() is on, and the cached weights are not those of the current step. "
-                "Use it inside h and g, not around the block."
-            )
-
-    def check_not_written(self, z: State, k: int) -> None:
-        """Raise if a loss has written to the weights in a way that leaves their version unchanged."""
-        if self.holds:
-            for n, p in self.parameters.items():
-                if p.device.type == "cpu" and not same_bits(p, z[n]):
-                    raise RuntimeError(
-                        f"bilevel.inner: the weight {n!r} was changed by hand after step k = {k - 1}, or a loss writes "
-                        "to it (a projection), and the derivative of that change is not known. Leave it to loop.step, "
-                        "or write it as a function of the weights that the loss uses: a parametrization, or a term of "
-                        "the loss."
-                    )
-
-    def _flag(self, what: str, p: Tensor, k: int) -> str:
-        name = next(n for n, q in self.model.named_parameters() if q is p)
-        return (
-            f"bilevel.inner: the parameter {name!r} was {what} in the block, after step k = {k}. Set requires_grad "
-            "before the block, and open a new block for another set of weights."
-        )
-
-    def warn_if_read(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Warn once if a loss uses a buffer that a step has changed by a rule whose derivative is not known."""
-        for n, grad in grads.items():
-            if self.warns and grad is not None and (grad.is_meta or bool(grad.any())):
-                self.warns = False
-                warnings.warn(
-                    f"bilevel.inner: the buffer {n!r} is changed by a step and read by a loss after it. The derivative "
-                    "of that change is not known (that of running statistics of BatchNorm and InstanceNorm is), and "
-                    "the hypergradient leaves it out. Leave it as bilevel.stop_gradient(...) in the loss that changes "
-                    "it, and it is part of the loop; or check=False if you know.",
-                    DerivativeWarning,
-                    stacklevel=8,
-                )
+        self.versions = [p._version for p in self.parameters.values()]
 
     # --- the model as a function ---
 
-    @contextmanager
-    def inside(
-        self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False, twice: bool | None = None
-    ) -> Generator[Inside]:
-        """Put weights and buffers into the model, to compute losses and their derivatives.
+    def at(
+        self,
+        z: State,
+        buffers: State,
+        run: Callable[[Evaluation], T],
+        *,
+        graph: bool = False,
+        follow: bool = False,
+        twice: bool | None = None,
+        one: bool = False,
+    ) -> T:
+        """Return run(evaluation) with the weights of z, and copies of its buffers, in the model.
 
         With `graph`, a gradient can be differentiated a second time, unless `twice` is False. With `graph` and
-        `statistics`, the buffers that are part of the state can be differentiated for.
+        `follow`, running statistics can be differentiated with respect to. `one`: z is the state of one of the tasks.
         """
-        follow = {n for n in self.statistics if n in z} if graph and statistics else set[str]()
-        followed: State = {}
-        watched: State = {}
-        copies: State = {}
-        with torch.set_grad_enabled(graph):
-            for n in self.buffers:
-                old = z[n] if n in z else buffers[n]
-                if n in follow:
-                    followed[n] = old if old.requires_grad else old.detach().requires_grad_()
-                    copies[n] = followed[n].clone()
-                elif n in self.changing and graph:
-                    watched[n] = old.detach().requires_grad_()
-                    copies[n] = watched[n].clone()
-                else:
-                    copies[n] = old.detach().clone()
-        if self.own_parameters:
+        copies, statistics, watched = self._copies(z, buffers, graph, follow)
+        if self.own:
             self.hold(z, buffers)
             leaves = weights = self.parameters
         else:
             leaves = {n: z[n] for n in self.parameters}
-            weights = self.weights_for_losses(leaves)
+            weights = self.ranks.entering(leaves)
             copies.update(weights)
+        mapped = self.tasks.count is not None and not one
+        taking = TakingDirection()
+        left = (lambda: {n: copies[n] for n in self.buffers}) if mapped else self.present_buffers
+        evaluation = Evaluation(weights, leaves, statistics, watched, taking, left, copies if mapped else None)
         with (
-            self.swapped(copies) as inside,
-            self.twice_differentiable(inside.taking if graph else None, statistics=bool(follow))
-            if (graph if twice is None else twice) or not self._takes_kernels_of_plain_loop(graph, bool(follow))
-            else FIRST_ORDER,
-            evaluating(inside.taking),
-            # hooks on parameters belong to the direction (see updates.py), and not to its derivative
-            without_hooks(self.parameters.values()) if self.own_parameters else _NOTHING,
+            self._kernels(evaluation, graph, graph if twice is None else twice),
+            evaluating(taking),
+            # hooks on parameters belong to the direction (see update/direction.py), and not to its derivative
+            without_hooks(self.parameters.values()) if self.own else _NOTHING,
         ):
-            inside.weights, inside.leaves, inside.statistics, inside.watched = weights, leaves, followed, watched
             try:
-                yield inside
+                return run(evaluation) if mapped else self.swapped(copies, lambda: run(evaluation))
             finally:
-                self.stops_gradients = self.stops_gradients or inside.taking.stops
+                self.seen.stops = self.seen.stops or taking.stops
                 torch.clear_autocast_cache()  # a backward pass that ran code again may have left copies there
 
-    @contextmanager
-    def swapped(self, tensors: State, taking: TakingDirection | None = None) -> Generator[Inside]:
-        """Replace the parameters and buffers of the same names by these tensors."""
-        places = [place for place in (*self._parameter_places, *self._buffer_places) if place[2] in tensors]
-        before = [holder[name] for holder, name, _ in places]
+    def swapped(self, tensors: State, run: Callable[[], T]) -> T:
+        """Return run(), with these tensors in place of the parameters and buffers of the same names."""
+        given = {slot: tensors[n] for slot, n in self._slots if n in tensors}
+        if not given:
+            return run()
+        before = [(holder, key, holder[key]) for holder, key, n in self.places if n in tensors]
         try:
-            for holder, name, n in places:
-                holder[name] = tensors[n]
-            yield Inside(tensors, tensors, {}, {}, self._buffers_inside, tensors, taking or TakingDirection())
+            return functional_call(self._host, given, (run,), tie_weights=False)
         finally:
-            for (holder, name, _), tensor in zip(places, before, strict=True):
-                holder[name] = tensor
+            for holder, key, x in before:  # also if a loss has removed a tensor from its module
+                if holder.get(key) is not x:
+                    holder[key] = x
 
-    def _buffers_inside(self) -> State:
-        return {n: holder[name] for holder, name, n in self._buffer_places}
+    def call(self, function: Callable[..., Any], evaluation: Evaluation, args: Any, kwargs: Any = None) -> Any:
+        """Return function(model, *args, **kwargs), mapped over the tasks if there are several."""
+        if evaluation.tasks is None:
+            return function(self.module, *args, **(kwargs or {}))
+        return self.tasks.mapped(self, function, evaluation.tasks, (args, kwargs or {}))
 
-    def buffers_of(self, modules: Sequence[nn.Module]) -> State:
-        """Return the present buffers of these modules."""
-        holders = {id(m._buffers) for m in modules}
-        return {n: holder[name] for holder, name, n in self._buffer_places if id(holder) in holders}
+    def present_buffers(self, modules: Iterable[nn.Module] | None = None) -> State:
+        """Return the buffers that are in the model now, or in some of its modules."""
+        holders = None if modules is None else {id(m._buffers) for m in modules}
+        return {n: holder[key] for holder, key, n in self._buffer_places if holders is None or id(holder) in holders}
 
     def put_buffers(self, buffers: State) -> None:
         """Replace the buffers of the same names by these, for the rest of an evaluation."""
-        for holder, name, n in self._buffer_places if buffers else ():
+        for holder, key, n in self._buffer_places if buffers else ():
             if n in buffers:
-                holder[name] = buffers[n]
+                holder[key] = buffers[n]
 
-    def _takes_kernels_of_plain_loop(self, graph: bool, follow: bool) -> bool:
-        """Return whether the kernels of the plain loop give the same gradient, up to rounding, as the other kernels.
+    def _copies(self, z: State, buffers: State, graph: bool, follow: bool) -> tuple[State, State, State]:
+        """Return copies of the buffers for the losses, and the leaves among what they are copies of."""
+        copies: State = {}
+        leaves: tuple[State, State] = {}, {}
+        with torch.set_grad_enabled(graph):
+            for n in self.buffers:
+                old = z[n] if n in z else buffers[n]
+                followed = graph and follow and n in z and n in self.seen.statistics
+                if followed or (graph and n in self.seen.changing):
+                    leaf = old if followed and old.requires_grad else old.detach().requires_grad_()
+                    leaves[0 if followed else 1][n] = leaf
+                    copies[n] = leaf.clone()
+                else:
+                    copies[n] = old.detach().clone()
+        return copies, *leaves
 
-        On a device the kernels may draw different random numbers. Running statistics and padded rows have a gradient
-        in g, and none in the plain loop.
+    def _kernels(self, evaluation: Evaluation, graph: bool, twice: bool) -> AbstractContextManager[Any]:
+        """Return the context with the kernels of the plain loop, or with those that can be differentiated twice.
+
+        Where no second derivative is needed, the plain loop's give the same gradient up to rounding, except that on a
+        device they may draw other random numbers, and that running statistics and padded rows have a gradient in g.
         """
-        others = follow or (graph and self.padded)
-        return not (others or self.devices or self.weight_norm or self.long_attention or self.vmaps_losses)
+        follow, seen = bool(evaluation.statistics), self.seen
+        others = follow or (graph and seen.padded) or seen.long_attention or evaluation.tasks is not None
+        if not (twice or others or self.devices or self.weight_norm):
+            return FIRST_ORDER
+        taking = evaluation.taking if graph else None
+        return self.twice_differentiable(taking, statistics=follow)
 
     def twice_differentiable(
         self, taking: TakingDirection | None = None, *, statistics: bool = True, compiled: bool = False
@@ -484,139 +278,46 @@ class Binding:
         With `taking`, also avoid those that are constant in the direction of a step but not in its derivative.
         """
         return twice_differentiable(
-            recurrent_on_gpu=self._recurrent_on_gpu,
+            recurrent_on_gpu=self.recurrent_on_gpu,
             weight_norm=self.weight_norm,
-            long_attention=self.long_attention and not compiled,
+            long_attention=self.seen.long_attention and not compiled,
             statistics=taking if statistics else None,
-            padded=taking if self.padded else None,
+            padded=taking if self.seen.padded else None,
         )
 
-    def _first_look(self, name: str, loss: Loss, inside: Inside) -> AbstractContextManager[Any]:
-        if (key := (name, code_of(loss))) in self.evaluated_losses:
-            return _NOTHING
-        self.evaluated_losses.add(key)
-        # the weights of one task are in the model only while a loss runs, not in the backward pass
-        kept = self.graphs_are_kept or self.tasks is not None
-        return self._looking(FirstLook(self.noted, graphs_are_kept=kept), inside.taking)
 
-    @contextmanager
-    def _looking(self, look: FirstLook, taking: TakingDirection) -> Generator[None]:
-        rows = PaddedEmbedding(taking, first_look=True)
-        # the innermost mode is LongAttention, which looks at the function that has called the kernel
-        with _first_look(look, self.model), _NOTHING if self.padded else rows, LongAttention() as long:
-            yield
-        self.long_attention = self.long_attention or long.seen
-        self.padded = self.padded or rows.seen
+class _Host(nn.Module):
+    """A module that holds the model and runs a function, so that `functional_call` swaps tensors around any code."""
 
-    def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
-        """Return function(model, *args), with the tensors of `inside` in the model."""
-        return function(self.model, *args, **kwargs)
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
-    def loss(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
-        """Return the value of loss(model, *batch), or raise an error that says what is wrong with it."""
-        self.check_batch(name, batch)
-        active_models().append(self._module_ids)
-        inside.taking.losses += 1
-        inside.taking.evaluating = True
-        before = [x._version for x in inside.weights.values()]
-        try:
-            with self._first_look(name, loss, inside):
-                value, aux = self.call(lambda *args: value_and_aux(name, loss(*args)), inside, batch)
-            self.aux[name] = map_tensors(self._as_aux, aux)
-        except TypeError as error:
-            check_arguments(name, loss, self.model, batch, error)
-            raise
-        except RuntimeError as error:
-            if not self.own_parameters and any(
-                text in str(error) for text in ("deepcopy protocol", "of leaf variables")
-            ):
-                raise RuntimeError(
-                    f"bilevel.inner: {name} treats the weights as leaves (copy.deepcopy, requires_grad_), and with "
-                    "this engine they have a graph. Use engine='reverse' without memory= and tasks=, or torch.func."
-                    "functional_call in place of a copy."
-                ) from error
-            raise
-        finally:
-            active_models().pop()
-            inside.taking.evaluating = False
-            # autocast caches a copy of every weight until its block ends. That would be K sets of copies, some made
-            # under no_grad, and two losses that share a copy would add their gradients in low precision.
-            torch.clear_autocast_cache()
-        # a block inside the loss, on the same model, has written to the model and restored it
-        versions = self._versions if inside.weights is self.parameters else before
-        for (n, x), version in zip(inside.weights.items(), versions, strict=True):
-            if x._version != version:
-                raise RuntimeError(writes_to_weight(name, n))
-        return self.total(value)
-
-    def value(self, name: str, loss: Loss, inside: Inside, batch: tuple[Any, ...]) -> Tensor:
-        """Return the value of loss(model, *batch), without any check or record."""
-        active_models().append(self._module_ids)
-        try:
-            return self.total(self.call(lambda *args: value_and_aux(name, loss(*args))[0], inside, batch))
-        finally:
-            active_models().pop()
-
-    def _as_aux(self, x: Tensor) -> Tensor:
-        """Detach a tensor that a loss returned beside its value, and mark it, so that no later batch can have it."""
-        held = {_address(t) for t in (*self.parameters.values(), *self.buffers.values())} - {None}
-        y = x.detach().clone() if _address(x) in held else x.detach()  # the next step changes what the model holds
-        if x.requires_grad:
-            setattr(y, AUX, self.token)
-        return y
+    def __call__(self, run: Callable[[], T]) -> T:  # not `forward`: the user's global hooks never see it
+        return run()
 
 
-def _address(x: Tensor) -> int | None:
-    return None if x.is_meta or x.layout != torch.strided else x.data_ptr()
-
-
-@contextmanager
-def _first_look(look: FirstLook, model: nn.Module) -> Generator[None]:
-    """Watch the operations of a loss, and refuse quantised modules, which have no derivative for their input."""
-    names = {id(m): n for n, m in model.named_modules()}
-
-    def watch(module: nn.Module, args: Any) -> None:
-        home = type(module).__module__
-        if home.startswith(_QUANTISED) and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
-            raise TypeError(
-                f"bilevel.inner: the layer {names.get(id(module), '')!r} ({type(module).__name__} of {home}) is "
-                "quantised, and what comes to it depends on the weights: it has no derivative. "
-                "Load the model without quantisation, or dequantise the layer; a quantised part that comes before all "
-                "that is trained is fine."
-            )
-
-    handle = nn.modules.module.register_module_forward_pre_hook(watch)
-    try:
-        with look:
-            yield
-    finally:
-        handle.remove()
-
-
-# Those of torch. (bitsandbytes computes differentiable products of dequantised weights, which is exact.)
-
-_QUANTISED = (
-    "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized", "torch.nn.quantized",
-)  # fmt: skip
-
-
-def writes_to_weight(name: str, weight: str) -> str:
-    return (
-        f"bilevel.inner: {name} writes to the weight {weight!r} (nn.Embedding(max_norm=...), or a projection), and the "
-        "derivative of that is not known. Write it as a function of the weights that the loss uses: a parametrization, "
-        "or a term of the loss."
-    )
-
-
-_NOTHING = nullcontext()
-
-
-def _places(
-    modules: Iterable[nn.Module], kind: str, tensors: Mapping[str, Tensor]
-) -> list[tuple[dict[str, Any], str, str]]:
-    """Return each place that holds one of these tensors.
-
-    Tied weights have several places. A submodule under two names is one place.
-    """
+def _places(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterable[Place]:
+    """Yield each place that holds one of these tensors; tied weights have several, a module of two names is one."""
     names = {id(t): n for n, t in tensors.items()}
-    return [(vars(m)[kind], name, names[id(t)]) for m in modules for name, t in vars(m)[kind].items() if id(t) in names]
+    for m in module.modules():
+        for holder in (m._parameters, m._buffers):
+            yield from ((holder, key, names[id(t)]) for key, t in holder.items() if id(t) in names)
+
+
+def _slots(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Return the same places by the names that `functional_call` of the host takes, with the names of the tensors."""
+    names = {id(t): n for n, t in tensors.items()}
+    return [
+        (f"model.{prefix}.{key}" if prefix else f"model.{key}", names[id(t)])
+        for prefix, m in module.named_modules()
+        for held in (m._parameters, m._buffers)
+        for key, t in held.items()
+        if id(t) in names
+    ]
+
+
+def _has_weight_norm(module: nn.Module) -> bool:
+    """Whether the module is torch's parametrization of weight_norm, or has torch's older hook for it."""
+    return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
+

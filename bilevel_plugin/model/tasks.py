@@ -1,113 +1,99 @@
-"""N inner problems at once: every inner tensor has a leading task dimension, λ is shared.
+"""Several inner problems at once: every inner tensor has a leading task dimension, λ is shared.
 
 Each loss is written for one task; its values on the tasks are summed, and since no loss sees another task's weights,
 the gradient of the sum is every task's own. The solve itself is not vmapped.
 
 A loss is vmapped over the tasks, which is fast where the model is small. A model with convolutions of its own weights
 is evaluated for one task after the other: their vmap, a grouped convolution, takes more time than the loop, and up to
-twice the memory (docs/results/tasks.md). So is a model with a layer that has no vmap. If the engine does not need the
-graph of a whole step, derivatives are then computed for one task after the other too, in the memory of one.
+twice the memory (docs/results/tasks.md). So is a model with a layer that has no vmap. Each task is then a piece of the
+step, whose derivative takes the memory of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import State, tensors_of
+from ..autograd.graph import State, map_tensors, tensors_of
 from ..kernels.replace import is_stopped, stop_gradient
-from .model import AUX, Binding, InnerProblem, Inside
+
+if TYPE_CHECKING:
+    from .model import Model
 
 _TENSOR = object()
 
 
-class TaskBinding(Binding):
-    """`Binding` with weights, buffers and batches for N tasks, and losses summed over them."""
+class OneProblem:
+    """A block that solves one inner problem: nothing has a task dimension."""
 
-    batch_dimension = 1
+    count: int | None = None
+    batch_dimension: int = 0  # the dimension of the tensors of a batch that counts the samples
+    rows: Sequence[int | None] = (None,)  # the tasks that are evaluated one after the other, or None for all at once
 
-    def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], tasks: int, *, whole_graphs: bool = False
-    ) -> None:
-        if isinstance(tasks, bool) or not isinstance(tasks, int) or tasks < 1:  # pyright: ignore
-            raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {tasks!r}.")
-        super().__init__(model, optimizers, own_parameters=False)
-        self.tasks, self.holds = tasks, False
-        self.vmaps_losses = not any(map(self.needs_loop, model.modules()))
-        self._separates = not (self.vmaps_losses or whole_graphs)
-        for n, b in self.buffers.items():
+    def repeat(self, x: Tensor) -> Tensor:
+        """Return a tensor of the model, repeated for each task."""
+        return x
+
+    def repeated(self, buffers: State) -> State:
+        """Return the buffers of the model, repeated for each task."""
+        return buffers
+
+    def map(self, function: Callable[[State], State], d: State) -> State:
+        """Return function(d), computed for each task."""
+        return function(d)
+
+    def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Turn a function of the tensors of one task into a function of the tensors of all of them."""
+        return function
+
+    def total(self, value: Tensor) -> Tensor:
+        """Return the loss as a scalar: its sum over the tasks."""
+        return value
+
+    def check_batch(self, name: str, batch: Any) -> None:
+        """Raise if the batch can't be one of this loss."""
+
+    def mapped(self, model: Model, function: Callable[..., Any], tensors: State, given: Any) -> Any:
+        """Return function(model, *args, **kwargs) of each task, and replace the buffers among `tensors`."""
+        raise NotImplementedError
+
+
+class Tasks(OneProblem):
+    """A block that solves `count` inner problems."""
+
+    def __init__(self, count: Any, module: nn.Module, parameters: State) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"bilevel.inner: tasks must be a whole number, at least 1, got {count!r}.")
+        self.count, self.batch_dimension = count, 1
+        self._weights = {id(p) for p in parameters.values()}
+        self.vmaps = not any(map(self._needs_loop, module.modules()))
+        self.rows = (None,) if self.vmaps else range(count)
+
+    def _needs_loop(self, module: nn.Module) -> bool:
+        """Whether the module is a convolution with weights of the tasks, or has no vmap in PyTorch."""
+        if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
+            return any(id(p) in self._weights for p in module.parameters())  # a parametrized layer has them in a child
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+        return isinstance(module, nn.RNNBase) or (batch_norm and module.momentum is None)
+
+    def repeat(self, x: Tensor) -> Tensor:
+        return x.expand(self.count or 1, *x.shape)
+
+    def repeated(self, buffers: State) -> State:
+        for n, b in buffers.items():
             if b.layout != torch.strided:
                 raise ValueError(
                     f"bilevel.inner: with tasks= each task has buffers of its own, and the buffer {n!r} is sparse "
                     f"({b.layout}), which can't be repeated. Let h and g close over it, or give its dense form."
                 )
-        self.buffers = {n: self.repeat_for_tasks(b).clone() for n, b in self.buffers.items()}
+        return {n: self.repeat(b).clone() for n, b in buffers.items()}
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return *super().key, self.tasks
-
-    def repeat_for_tasks(self, x: Tensor) -> Tensor:
-        return x.expand(self.tasks or 1, *x.shape)
-
-    def map_over_tasks(self, function: Callable[[State], State], d: State) -> State:
+    def map(self, function: Callable[[State], State], d: State) -> State:
         return torch.func.vmap(function)(d) if d else d
-
-    def needs_loop(self, module: nn.Module) -> bool:
-        """Whether the module is a convolution with weights of the tasks, or has no vmap in PyTorch."""
-        if isinstance(module, nn.modules.conv._ConvNd):  # pyright: ignore[reportPrivateUsage]
-            weights = {id(p) for p in self.parameters.values()}
-            return any(id(p) in weights for p in module.parameters())  # a parametrized layer has them in a child
-        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
-        return isinstance(module, nn.RNNBase) or (batch_norm and module.momentum is None)
-
-    def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
-        self.check_batch("the model", (args, kwargs))
-        tensors = {**inside.swapped, **inside.buffers()}
-        found: list[Any] = []  # the form of what a call returns
-
-        def one_task(tensors: State, rest: Any) -> Any:
-            with self.swapped(tensors, inside.taking) as mine:
-                form, out = _form(function(self.model, *rest[0], **rest[1]))
-                found.append(form)
-                _check_same(found[0], form)
-                return out, mine.buffers()
-
-        # the buffers come back as results: a call may have replaced them, not only changed them in place
-        if self.vmaps_losses:
-            split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, (args, kwargs))
-            over_tasks = torch.func.vmap(one_task, in_dims=(0, split), randomness="different")
-            out, buffers = over_tasks(tensors, (args, kwargs))
-        else:
-            out, buffers = self._one_by_one(one_task, tensors, (args, kwargs))
-        for holder, name, n in self._buffer_places:
-            holder[name] = buffers[n]
-        return _with_tensors(found[0], out)
-
-    def _one_by_one(
-        self, one_task: Callable[[State, Any], Any], tensors: State, rest: Any
-    ) -> tuple[list[Tensor], State]:
-        """Return what vmap would, from a loop over the tasks."""
-        # the gradients for the parts of an unbind are stacked once; those of x[i] would be N tensors of all tasks
-        parts = {n: x.unbind() for n, x in tensors.items()}
-        outs: list[list[Tensor]] = []
-        buffers: list[State] = []
-        for i in range(self.tasks or 1):
-            # a buffer may be changed in place, which autograd forbids for a part of an unbind
-            mine = {n: x[i].clone() if n in self.buffers else x[i] for n, x in parts.items()}
-            out, left = one_task(mine, pytree.tree_map(lambda x, i=i: x[i] if isinstance(x, Tensor) else x, rest))
-            outs.append(out)
-            buffers.append(left)
-        together = {n: torch.stack([left[n] for left in buffers]) for n in buffers[0]}
-        stopped = {n for n in together if all(is_stopped(left[n]) for left in buffers)}
-        after = {
-            n: stop_gradient(x) if n in stopped else x for n, x in together.items()
-        }  # the stack of them is not one
-        return [torch.stack(x) for x in zip(*outs, strict=True)], after
 
     def vmapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.func.vmap(function)
@@ -115,40 +101,82 @@ class TaskBinding(Binding):
     def total(self, value: Tensor) -> Tensor:
         return value.sum()
 
-    def separate(self) -> Sequence[InnerProblem]:
-        return [InnerProblem(OneTask(self), i) for i in range(self.tasks or 1)] if self._separates else ()
-
-    def joined_aux(self, parts: Sequence[Any]) -> Any:
-        forms, tensors = zip(*map(_form, parts), strict=True)
-        for form in forms:
-            _check_same(forms[0], form)
-        joined: list[Tensor] = []
-        for xs in zip(*tensors, strict=True):
-            joined.append(torch.cat(xs))
-            if hasattr(xs[0], AUX):
-                setattr(joined[-1], AUX, self.token)
-        return _with_tensors(forms[0], joined)
-
-    def check_batch(self, name: str, batch: tuple[Any, ...]) -> None:
+    def check_batch(self, name: str, batch: Any) -> None:
         for x in tensors_of(batch):
-            if x.shape[:1] != (self.tasks,):
+            if x.shape[:1] != (self.count,):
                 raise ValueError(
-                    f"bilevel.inner: with tasks={self.tasks} every tensor of a batch has the tasks as its first "
+                    f"bilevel.inner: with tasks={self.count} every tensor of a batch has the tasks as its first "
                     f"dimension, but {name} was given one of shape {tuple(x.shape)}. Stack the tasks' batches, or "
-                    f"x.expand({self.tasks}, *x.shape) for what they share."
+                    f"x.expand({self.count}, *x.shape) for what they share."
                 )
 
+    def mapped(self, model: Model, function: Callable[..., Any], tensors: State, given: Any) -> Any:
+        self.check_batch("the model", given)
+        found: list[Any] = []  # the form of what a call returns
 
-class OneTask(TaskBinding):
-    """The binding of N tasks, for one of them: states and batches have one row. It shares all that the other notes."""
+        def one_task(tensors: State, rest: Any) -> Any:
+            def run() -> Any:
+                form, out = _form(function(model.module, *rest[0], **rest[1]))
+                found.append(form)
+                _check_same(found[0], form)
+                return out, model.present_buffers()
 
-    tasks = property(lambda self: 1)  # pyright: ignore
+            return model.swapped(tensors, run)
 
-    def __init__(self, whole: TaskBinding) -> None:  # pyright: ignore[reportMissingSuperCall]
-        self.__dict__ = whole.__dict__
+        # the buffers come back as results: a call may have replaced them, not only changed them in place
+        if self.vmaps:
+            split = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, given)
+            over_tasks = torch.func.vmap(one_task, in_dims=(0, split), randomness="different")
+            out, buffers = over_tasks(tensors, given)
+        else:
+            out, buffers = self._one_by_one(one_task, tensors, given, model.buffers)
+        tensors.update(buffers)
+        return _with_tensors(found[0], out)
 
-    def separate(self) -> Sequence[InnerProblem]:
-        return ()
+    def _one_by_one(
+        self, one_task: Callable[[State, Any], Any], tensors: State, given: Any, buffers: State
+    ) -> tuple[list[Tensor], State]:
+        """Return what vmap would, from a loop over the tasks."""
+        # the gradients with respect to the parts of an unbind are stacked once; x[i] would be N tensors of all tasks
+        parts = {n: x.unbind() for n, x in tensors.items()}
+        outs: list[list[Tensor]] = []
+        left: list[State] = []
+        for i in range(self.count or 1):
+            # a buffer may be changed in place, which autograd forbids for a part of an unbind
+            mine = {n: x[i].clone() if n in buffers else x[i] for n, x in parts.items()}
+            out, after = one_task(mine, map_tensors(lambda x, i=i: x[i], given))
+            outs.append(out)
+            left.append(after)
+        return [torch.stack(x) for x in zip(*outs, strict=True)], joined_buffers(left)
+
+
+def row_of(tree: Any, row: int | None) -> Any:
+    """Return the part of every tensor that belongs to one task, or the tree itself if all are taken at once."""
+    if row is None:
+        return tree
+    with torch.enable_grad():
+        return map_tensors(lambda x: x[row], tree)
+
+
+def joined(parts: Sequence[State]) -> State:
+    """Return a state, or a gradient with respect to one, from those of all tasks; what a task lacks is 0."""
+    found = {n: x for part in parts for n, x in part.items()}
+    return {n: torch.stack([p[n] if n in p else torch.zeros_like(x) for p in parts]) for n, x in found.items()}
+
+
+def joined_buffers(parts: Sequence[State]) -> State:
+    """Return the buffers that the tasks have left."""
+    stopped = {n for n in parts[0] if all(is_stopped(part[n]) for part in parts)}
+    # the stack of stopped tensors is not one
+    return {n: stop_gradient(x) if n in stopped else x for n, x in joined(parts).items()}
+
+
+def joined_results(parts: Sequence[Any]) -> Any:
+    """Return what a function has returned, from what it returned for each task."""
+    forms, tensors = zip(*map(_form, parts), strict=True)
+    for form in forms:
+        _check_same(forms[0], form)
+    return _with_tensors(forms[0], [torch.stack(xs) for xs in zip(*tensors, strict=True)])
 
 
 def _form(tree: Any) -> tuple[Any, list[Tensor]]:

@@ -1,11 +1,11 @@
-"""Pullbacks: how the derivative of one step is computed. One file each, and the table of their names."""
+"""Pullbacks: how the gradient of one piece of a step is differentiated. One file each, and the table of their names."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..step.cotangent import Pull
 from . import lean, plain
-from .base import Pull, Pulled
 from .blocks import BlockByBlock, Which
 
 PULLBACKS: dict[str, Callable[[], Pull]] = {
@@ -14,4 +14,4 @@ PULLBACKS: dict[str, Callable[[], Pull]] = {
     "blocks": BlockByBlock,
 }
 
-__all__ = ["PULLBACKS", "BlockByBlock", "Pull", "Pulled", "Which"]
+__all__ = ["PULLBACKS", "BlockByBlock", "Pull", "Which"]

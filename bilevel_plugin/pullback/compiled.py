@@ -19,10 +19,12 @@ from torch._dynamo.exc import TorchDynamoException
 from ..autograd.graph import State, as_leaves, map_tensors
 from ..kernels.replace import NORMALISATIONS, TakingDirection
 from ..model.losses import Loss
-from ..model.model import Binding, InnerProblem
-from ..step.step import Moved, Step
+from ..model.model import Evaluation, Model
+from ..model.tasks import row_of
+from ..step.cotangent import Cotangent, PulledPiece
+from ..step.fetching import Fetched
+from ..step.piece import Found, Piece
 from . import lean
-from .base import Pulled, joined, known_direction
 
 _CACHE: dict[object, _Functions] = {}  # a compiled function outlives the block that it was made in
 _MOST = 8
@@ -31,18 +33,23 @@ _MOST = 8
 class _Functions:
     """The compiled gradient and the compiled pullback of one model with its losses."""
 
-    def __init__(self, binding: Binding, losses: Sequence[Loss], only: frozenset[str] | None) -> None:
+    def __init__(self, model: Model, losses: Sequence[Loss], only: frozenset[str] | None, mapped: bool) -> None:
         self._seen: list[Tensor] = []
-        names, taking = tuple(binding.parameters), TakingDirection()
+        names, taking = tuple(model.parameters), TakingDirection()
         moved = [n for n in names if only is None or n in only]
 
         def evaluate(w: State, rates: list[Tensor], buffers: State, batches: list[Any], graph: bool) -> Any:
-            copies = {n: b.clone() for n, b in buffers.items()}
+            copies = {**{n: b.clone() for n, b in buffers.items()}, **w}
+            left = (lambda: {n: copies[n] for n in buffers}) if mapped else model.present_buffers
+            evaluation = Evaluation(w, w, {}, {}, taking, left, copies if mapped else None)
             values: list[Tensor] = []
-            with binding.swapped({**w, **copies}, taking) as inside:
+
+            def run() -> State:
                 for loss, batch in zip(losses, batches, strict=True):
-                    values.append(binding.total(binding.call(loss, inside, batch)))
-                after = inside.buffers()
+                    values.append(model.tasks.total(model.call(loss, evaluation, batch)))
+                return left()
+
+            after = run() if mapped else model.swapped(copies, run)
             weighted = [c * value for c, value in zip(rates, values, strict=True)]
             total = sum(weighted[1:], weighted[0])
             with torch.autocast("cpu", enabled=False):
@@ -124,30 +131,51 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def _kind(step: Step) -> object:
-    """Return a key that is equal for steps that run the same code."""
-    return step.only, *((t.name, t.loss) for t in step.terms)
+def _kind(piece: Piece) -> object:
+    """Return a key that is equal for pieces that run the same code."""
+    return piece.only, piece.row is None, *((t.name, t.loss) for t in piece.terms)
 
 
 class Compiler:
-    """The state that the compiled steps of one loop share: the kinds of steps so far, and whether compiling is off."""
+    """The compiled pieces of one loop: the kinds of pieces so far, and whether compiling is off."""
 
     def __init__(self) -> None:
         self._kinds: set[object] = set()
         self.disabled = False
         self._warned = False  # whether the user was warned that steps with micro= are not compiled
 
-    def step(self, *args: Any) -> Step:
-        return CompiledStep(self, *args)
+    def _is_known(self, piece: Piece) -> bool:
+        whole = all(t.share == 1 and not isinstance(t.batch, Fetched) for t in piece.terms)
+        return not self.disabled and whole and bool(piece.terms) and _kind(piece) in self._kinds
 
-    def is_known(self, step: Step) -> bool:
-        return not self.disabled and step.micro is None and _kind(step) in self._kinds and bool(step.terms)
+    def first(self, piece: Piece, z: State) -> Found | None:
+        """Evaluate a piece for the first time by compiled code, or eagerly if it is the first of its kind."""
+        model = piece.model
+        if self._is_known(piece):
+            try:
+                with model.twice_differentiable(compiled=True):
+                    d, values, left, seen = _functions(piece).gradient(*_arguments(piece, z))
+                if any(x.grad_fn is not None for x in seen):
+                    raise TorchDynamoException(
+                        "a loss or rate uses a tensor with a graph of its own (pass it in the batch)"
+                    )
+            except TorchDynamoException as error:
+                self._failed(error)
+            else:
+                named = dict(zip((t.name for t in piece.terms), values, strict=True))
+                piece.note_compiled(named, seen)
+                return Found([], named, d, left)
+        return None
 
-    def examine(self, step: Step, before: list[bool], draws: bool) -> None:
-        """After the first step of a kind, which runs eagerly, decide whether steps of this kind can be compiled."""
-        if self.disabled:
-            return
-        if step.micro is not None:
+    def examine(self, pieces: Sequence[Piece], before: list[bool]) -> None:
+        """After the first evaluation of pieces, decide whether others of their kind can be compiled."""
+        for piece in pieces:
+            if not self.disabled and not self._is_known(piece) and piece.terms:
+                self._examine(piece, before)
+
+    def _examine(self, piece: Piece, before: list[bool]) -> None:
+        model = piece.model
+        if any(t.share != 1 for t in piece.terms):
             if not self._warned:
                 self._warned = True
                 warnings.warn(
@@ -156,126 +184,77 @@ class Compiler:
                     stacklevel=2,
                 )
             return
-        self._kinds.add(_kind(step))
-        binding = step.binding
-        after = [m.training for m in binding.modules]
+        self._kinds.add(_kind(piece))
+        after = [m.training for m in model.modules]
         judged = [
-            a and b for a, b, m in zip(before, after, binding.modules, strict=True) if isinstance(m, NORMALISATIONS)
+            a and b for a, b, m in zip(before, after, model.modules, strict=True) if isinstance(m, NORMALISATIONS)
         ]
+        seen = model.seen
         if not hasattr(config, "trace_autograd_ops"):
-            self.disable(f"torch {torch.__version__} can't compile torch.autograd.grad; a later release can")
-        elif draws:
-            self.disable("the step draws random numbers, and compiled code would draw others")
-        elif binding.aux.get("h") is not None or binding.aux.get("g") is not None:
-            self.disable("a loss returns more than its value")
-        elif binding.stops_gradients:
-            self.disable("a loss calls stop_gradient, which compiled code would ignore")
-        elif binding.padded:
-            self.disable("an embedding has padding_idx, whose compiled second derivative is wrong")
-        elif binding.weight_norm:
-            self.disable("the model has weight_norm, whose compiled second derivative is wrong")
-        elif binding.moving and not all(judged):
-            self.disable("a loss uses running statistics in eval mode, whose derivative is not compiled")
-        elif any(torch.is_autocast_enabled(kind) for kind in binding.device_types):
-            self.disable("the step runs under autocast")
+            self._disable(f"torch {torch.__version__} can't compile torch.autograd.grad; a later release can")
+        elif piece.record.conditions.draws:
+            self._disable("the step draws random numbers, and compiled code would draw others")
+        elif seen.aux.get("h") is not None or seen.aux.get("g") is not None:
+            self._disable("a loss returns more than its value")
+        elif seen.stops:
+            self._disable("a loss calls stop_gradient, which compiled code would ignore")
+        elif seen.padded:
+            self._disable("an embedding has padding_idx, whose compiled second derivative is wrong")
+        elif model.weight_norm:
+            self._disable("the model has weight_norm, whose compiled second derivative is wrong")
+        elif seen.moving and not all(judged):
+            self._disable("a loss uses running statistics in eval mode, whose derivative is not compiled")
+        elif any(torch.is_autocast_enabled(kind) for kind in model.device_types):
+            self._disable("the step runs under autocast")
 
-    def disable(self, why: str) -> None:
+    def _disable(self, why: str) -> None:
         self.disabled = True
         warnings.warn(f"bilevel.Reverse: compile=True is off for this loop, which runs eagerly: {why}.", stacklevel=2)
 
-    def failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         if not self.disabled:
-            self.disable(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
+            self._disable(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
 
-
-class CompiledStep(Step):
-    """The step Φ_k with a compiled gradient, if a step of its kind was run before."""
-
-    __slots__ = ("_compiler", "_seen")
-
-    def __init__(self, compiler: Compiler, *args: Any) -> None:
-        super().__init__(*args)
-        self._compiler = compiler
-        self._seen: Sequence[Tensor] | None = None  # the tensors that require grad which its compiled gradient used
-
-    def arguments(self, buffers: State, z: State) -> tuple[Any, ...]:
-        like = next(iter(self.binding.parameters.values()))
-        rates = [torch.as_tensor(c, dtype=like.dtype, device=like.device) for c in self.weights]
-        held = {n: (z[n] if n in z else buffers[n]).detach() for n in self.binding.buffers}
-        # new tensors: the compiler does not notice when a batch is no longer the tensor that a loss closes over
-        own = [map_tensors(lambda x: x if x.requires_grad else x.detach(), t.batch) for t in self.terms]
-        return rates, held, own
-
-    def problems(self) -> Sequence[InnerProblem]:
-        """Return nothing if the step is compiled, since the compiled functions take all inner problems at once."""
-        return () if self._compiler.is_known(self) else super().problems()
-
-    def functions(self) -> _Functions:
-        losses = [t.loss for t in self.terms]
-        key = self.binding.key, self.only, *losses
-        if key not in _CACHE:
-            if len(_CACHE) >= _MOST:
-                del _CACHE[next(iter(_CACHE))]
-            _CACHE[key] = _Functions(self.binding, losses, self.only)
-        return _CACHE[key]
-
-    def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
-        binding = self.binding
-        if not graph and self._compiler.is_known(self):
-            try:
-                with binding.twice_differentiable(compiled=True):
-                    w = {n: z[n] for n in binding.parameters}
-                    d, values, after, seen = self.functions().gradient(w, *self.arguments(buffers, z))
-                if any(x.grad_fn is not None for x in seen):
-                    raise TorchDynamoException(
-                        "a loss or rate uses a tensor with a graph of its own (pass it in the batch)"
-                    )
-            except TorchDynamoException as error:
-                self._compiler.failed(error)
-            else:
-                self._seen = seen
-                named = dict(zip((t.name for t in self.terms), values, strict=True))
-                means = binding.means_of_losses(named, self.what)
-                to, moved_weights, leaves = self.updated(z, d, False)
-                moved = self.finish(z, buffers, to, after, named, means, leaves=seen)
-                moved.moved, moved.leaves_of_update = moved_weights, leaves
-                if within is not None:
-                    within(moved)
-                return moved
-        before, random = [m.training for m in binding.modules], torch.get_rng_state()
-        moved = super().move(z, buffers, graph=graph, within=within)
-        if not self._compiler.is_known(self):
-            self._compiler.examine(self, before, not torch.equal(random, torch.get_rng_state()))
-        return moved
-
-    def compiled_pull(
-        self, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None
-    ) -> Pulled | None:
-        """Return a·∂Φ by compiled functions, or None if there are none for this step."""
-        binding = self.binding
-        if self._seen is None or not self._compiler.is_known(self) or any(n in a for n in binding.statistics):
-            return None
-        functions, arguments = self.functions(), self.arguments(buffers, z)
-        w = {n: z[n] for n in binding.parameters}
+    def pull(self, piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+        """Apply the compiled pullback if the piece was evaluated by compiled code, and the lean one otherwise."""
+        if piece.seen is None or b or not self._is_known(piece):
+            return lean.pull(piece, z, cotangent, b, wanted)
+        functions, (w, *arguments) = _functions(piece), _arguments(piece, z)
         try:
-            with binding.twice_differentiable(compiled=True):
-                d = known_direction(self, z, after)
-                if d is None:
-                    d = binding.mean_of_direction(functions.gradient(w, *arguments)[0])
-                update = self.update.pull(z, d, a, wanted)
-                u = {n: x * binding.share for n, x in update.cotangent.items()}
-                grads, values = functions.pull(w, u, *arguments, wanted=wanted, seen=self._seen or ())
+            with piece.model.twice_differentiable(compiled=True):
+                if cotangent.known is None:
+                    d = functions.gradient(w, *arguments)[0]
+                    u = cotangent(piece, d)
+                else:
+                    u = cotangent(piece)
+                grads, values = functions.pull(w, u, *arguments, wanted=wanted, seen=piece.seen)
         except TorchDynamoException as error:
-            self._compiler.failed(error)
-            return None
-        named = dict(zip((t.name for t in self.terms), values, strict=True))
-        to = update.to if self.update.reads_direction else {}
-        return joined(self, update, dict(zip(w, grads, strict=False)), (), grads[len(w) :], to, named)
+            self._failed(error)
+            return lean.pull(piece, z, cotangent, b, wanted)
+        named = dict(zip((t.name for t in piece.terms), values, strict=True))
+        adjoint = {n: x for n, x in zip(w, grads, strict=False) if x is not None}
+        return PulledPiece(adjoint, grads[len(w) :], named, ())
 
 
-def pull(
-    step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
-) -> Pulled:
-    """Apply the compiled pullback if the step is compiled, and the lean one otherwise."""
-    found = step.compiled_pull(z, buffers, a, wanted, after) if isinstance(step, CompiledStep) else None
-    return lean.pull(step, z, buffers, a, wanted, after) if found is None else found
+def _arguments(piece: Piece, z: State) -> tuple[Any, ...]:
+    """Return what the compiled functions of a piece are called with."""
+    model = piece.model
+    like = next(iter(model.parameters.values()))
+    rates = [torch.as_tensor(t.weight, dtype=like.dtype, device=like.device) for t in piece.terms]
+    held = {n: (z[n] if n in z else piece.buffers[n]).detach() for n in model.buffers}
+    # new tensors: the compiler does not notice when a batch is no longer the tensor that a loss closes over
+    own = [map_tensors(lambda x: x if x.requires_grad else x.detach(), t.given()) for t in piece.terms]
+    w = {n: z[n] for n in model.parameters}
+    return row_of(w, piece.row), rates, row_of(held, piece.row), own
+
+
+def _functions(piece: Piece) -> _Functions:
+    model, losses = piece.model, [t.loss for t in piece.terms]
+    mapped = model.tasks.count is not None and piece.row is None
+    places = tuple((id(holder), name, n) for holder, name, n in model.places)
+    key = places, model.tasks.count, piece.row is None, piece.only, *losses
+    if key not in _CACHE:
+        if len(_CACHE) >= _MOST:
+            del _CACHE[next(iter(_CACHE))]
+        _CACHE[key] = _Functions(model, losses, piece.only, mapped)
+    return _CACHE[key]

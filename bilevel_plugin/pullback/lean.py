@@ -22,31 +22,31 @@ from torch.overrides import TorchFunctionMode
 
 from ..autograd.graph import State, checkpointing
 from ..kernels.replace import TakingDirection, full_precision
-from ..model.model import Inside
-from ..step.step import Evaluated, Step, gradient
+from ..model.model import Evaluation
+from ..step.cotangent import Cotangent, PulledPiece
+from ..step.piece import Found, Piece
 from . import plain
-from .base import Pulled, known_direction, pull_through
+from .plain import differentiate
 
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def pull(
-    step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
-) -> Pulled:
+def pull(piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
     """Compute ∇⟨∇ℓ, u⟩ without the values of ∇ℓ, or by `plain` if the update needs them or the losses are vmapped."""
-    known = known_direction(step, z, after)
-    if known is None or step.binding.vmaps_losses:
-        return plain.pull(step, z, buffers, a, wanted)
-    return pull_through(step, z, buffers, a, wanted, _evaluate, known)
+    if cotangent.known is None or (piece.row is None and piece.model.tasks.count is not None):
+        return plain.pull(piece, z, cotangent, b, wanted)
 
+    def run(evaluation: Evaluation) -> PulledPiece:
+        with LeanProducts(evaluation.weights.values(), evaluation.taking) as lean:
+            weighted, values = piece.losses(evaluation)
+        with lean.taking_gradient():
+            d = piece.gradient(weighted, evaluation, True)
+        left_out = frozenset(n for n, w in evaluation.weights.items() if id(w) in lean.without_value)
+        found = Found([], values, d, evaluation.left())
+        del weighted
+        return differentiate(piece, evaluation, found, cotangent(piece, d, left_out), b, wanted)
 
-def _evaluate(step: Step, inside: Inside) -> Evaluated:
-    with LeanProducts(inside.weights.values(), inside.taking) as lean:
-        weighted, values = step.losses(inside)
-    with lean.taking_gradient():
-        direction = gradient(weighted, inside, True, step.only)
-    left_out = frozenset(n for n, w in inside.weights.items() if id(w) in lean.without_value)
-    return Evaluated(weighted, values, direction, inside.buffers(), left_out)
+    return piece.at(z, run, graph=True, follow=bool(piece.model.seen.moving))
 
 
 class _Op(ABC):

@@ -1,4 +1,7 @@
-"""Double backward: the gradient with its graph, differentiated once more."""
+"""Double backward: the gradient with its graph, differentiated once more.
+
+    ∇_(w, λ) ⟨∇ℓ(w, λ), u⟩ + b̄·∂b⁺,    u the cotangent of the gradient, b̄ the adjoint of the running statistics
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,39 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..autograd.graph import State
-from ..model.model import Inside
-from ..step.step import Evaluated, Step
-from .base import Pulled, pull_through
+from ..autograd.graph import State, vjp
+from ..guards.held import warn_if_read
+from ..model.model import Evaluation
+from ..step.cotangent import Cotangent, PulledPiece
+from ..step.piece import Found, Piece
+from ..step.sums import statistics_under_checkpointing
 
 
-def pull(
-    step: Step, z: State, buffers: State, a: State, wanted: Sequence[Tensor], after: State | None = None
-) -> Pulled:
-    """Compute ∇⟨∇ℓ, u⟩ for any step."""
-    return pull_through(step, z, buffers, a, wanted, _evaluate)
+def pull(piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+    """Compute ∇⟨∇ℓ, u⟩ for any piece."""
+
+    def use(evaluation: Evaluation, found: Found) -> PulledPiece:
+        return differentiate(piece, evaluation, found, cotangent(piece, found.direction), b, wanted)
+
+    return piece.evaluate(z, use, graph=True, follow=bool(piece.model.seen.moving))
 
 
-def _evaluate(step: Step, inside: Inside) -> Evaluated:
-    return step.evaluate(inside, create_graph=True)
+def differentiate(
+    piece: Piece, evaluation: Evaluation, found: Found, u: State, b: State, wanted: Sequence[Tensor]
+) -> PulledPiece:
+    """Return ∇⟨∇ℓ, u⟩ + b̄·∂b⁺ from the graph of a piece, which is freed."""
+    statistics = evaluation.statistics
+    # a buffer that became part of the state in this step is not among the statistics
+    moved = {n: x for n, x in found.left.items() if n in b and (n in statistics or x.requires_grad)}
+    if evaluation.taking.without_graph and moved:
+        raise RuntimeError(statistics_under_checkpointing("g in training mode"))
+    outputs, along = {**found.direction, **moved}, {**u, **{n: b[n] for n in moved}}
+    inputs = {**evaluation.leaves, **statistics}
+    watched = evaluation.watched
+    retain = piece.runs_into_other_graphs
+    grads = vjp(outputs, along, [*inputs.values(), *watched.values(), *wanted], retain_graph=retain)
+    first, second = len(inputs), len(inputs) + len(watched)
+    if watched:
+        warn_if_read(piece.model, dict(zip(watched, grads[first:second], strict=True)))
+    adjoint = {n: x for n, x in zip(inputs, grads, strict=False) if x is not None}
+    return PulledPiece(adjoint, grads[second:], found.values, statistics)

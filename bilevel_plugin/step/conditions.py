@@ -1,4 +1,4 @@
-"""The conditions that a loss runs under: train/eval modes and random states, which are saved and restored."""
+"""The conditions that a loss runs under: modes, autocast and random states, which are saved and restored."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import random
 import sys
 from array import array
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd.graph import same_bits
-from ..model.model import Binding
+from ..kernels.replace import EXCLUSIVE
+from ..model.model import Model
 
 RandomStates = dict[object, Any]  # by device (None is the host), "python" and "numpy"
 
@@ -109,14 +110,83 @@ def set_modes(modules: tuple[nn.Module, ...], modes: list[bool]) -> None:
 
 
 @contextmanager
-def undisturbed(binding: Binding) -> Generator[None]:
+def undisturbed(model: Model) -> Generator[None]:
     """Restore modes and random states at the end, so that later code draws the same random numbers as without this.
 
     So evaluating g changes nothing, and `hypergrad` differentiates exactly the value that `loop.value` has.
     """
-    modes, random = [m.training for m in binding.modules], random_states(binding.devices)
+    modes, random = [m.training for m in model.modules], random_states(model.devices)
     try:
         yield
     finally:
-        set_modes(binding.modules, modes)
+        set_modes(model.modules, modes)
         set_random_states(random)
+
+
+class Conditions:
+    """The conditions of a call besides its arguments: train/eval modes, autocast, random states."""
+
+    def __init__(self, model: Model, *, others: bool = False) -> None:
+        self._model, self._others = model, others  # also the generators of Python and NumPy
+        self._modes = [m.training for m in model.modules]
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in model.device_types}
+        self._random: RandomStates | None = random_states(model.devices, others=others)
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether two calls that drew no random numbers had the same modes and autocast settings."""
+        if not isinstance(other, Conditions) or self.draws or other.draws or self._model is not other._model:
+            return False
+        return self._modes == other._modes and self._autocast == other._autocast
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the call drew random numbers."""
+        return self._random is not None
+
+    @property
+    def autocast(self) -> bool:
+        return any(on for on, _ in self._autocast.values())
+
+    def share_with(self, before: Conditions) -> None:
+        """Share equal modes with another call, which saves memory if a model has hundreds of modules."""
+        if self._modes == before._modes and self._autocast == before._autocast:
+            self._modes, self._autocast = before._modes, before._autocast
+
+    def end_of_call(self) -> None:
+        """Drop the random states from which nothing was drawn."""
+        if self._random is not None:
+            self._random = drawn_from(self._random, random_states(self._model.devices, others=self._others))
+
+    @property
+    def precision(self) -> float:
+        """The rounding unit of the least precise type that the call computed in."""
+        types = [p.dtype for p in self._model.parameters.values()]
+        types += [dtype for on, dtype in self._autocast.values() if on]
+        return max(torch.finfo(t).eps for t in types)
+
+    @property
+    def unit(self) -> float:
+        """The largest relative difference to allow between two ways to compute the same loss."""
+        root = self.precision**0.5
+        return root if self._model.devices else min(1000 * self.precision, root)
+
+    @contextmanager
+    def replaying(self, *, autocast: bool = True) -> Generator[None]:
+        """Restore the conditions of the call inside this context, and those of the caller at its end."""
+        modules = self._model.modules
+        with EXCLUSIVE, ExitStack() as stack:
+            modes = [m.training for m in modules]
+            random = None if self._random is None else random_states(self._model.devices, others=self._others)
+            for kind, (on, dtype) in self._autocast.items():
+                on = on and autocast
+                if (on, dtype) != (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=on))
+            try:
+                set_modes(modules, self._modes)
+                set_random_states(self._random)
+                yield
+            finally:
+                set_modes(modules, modes)
+                set_random_states(random)

@@ -1,7 +1,7 @@
 """Batches that are fetched again where a step is replayed, so that the reverse sweep holds none of them.
 
 In place of the batch, its step keeps the function that returns it, and a checksum. The random numbers that the function
-draws are part of the conditions of the step (see replay.py).
+draws are part of the conditions of the step (see conditions.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
 from ..autograd.graph import tensors_of
+from ..model.model import Model
+from .conditions import Conditions
 
 _SAMPLED = 1009  # the number of entries of a tensor on a device that go into a checksum
 
 
-class _Fetched:
+class _FromRows:
     """A function that returns some samples of a data set as a batch."""
 
     __slots__ = ("_collate", "_dataset", "_indices")
@@ -53,38 +55,53 @@ def fetched(
         >>> bilevel.fetched(data, [3, 1])()
         [tensor([3., 1.])]
     """
-    return _Fetched(dataset, indices, collate_fn)
+    return _FromRows(dataset, indices, collate_fn)
 
 
 class Source:
-    """The function that returns the batch of a step, and what the batch is compared with when it is fetched again."""
+    """The function that returns the batch of a step, and what the batch is compared with when it is fetched again.
 
-    __slots__ = ("_checksum", "_fetch", "_names", "shapes")
+    The batch is held until `release`: while the step is taken, and while it is run again.
+    """
 
-    def __init__(self, fetch: Callable[[], Any], names: tuple[str, ...], batch: tuple[Any, ...]) -> None:
-        self._fetch, self._names = fetch, names
+    __slots__ = ("_checksum", "_conditions", "_fetch", "_held", "_names", "k", "shapes")
+
+    def __init__(
+        self, k: int, fetch: Callable[[], Any], names: tuple[str, ...], batch: tuple[Any, ...], conditions: Conditions
+    ) -> None:
+        self.k, self._fetch, self._names, self._conditions = k, fetch, names, conditions
         self._checksum = checksum(batch)
         self.shapes = _shapes(batch)
+        self._held: tuple[Any, ...] | None = batch
 
     @staticmethod
-    def of(fetch: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any], Source]:
-        """Return the positional and the keyword arguments of the batch, and the source that fetches it again."""
+    def of(k: int, fetch: Callable[[], Any], model: Model) -> tuple[dict[str, Any], Source]:
+        """Fetch the batch of step k; return its keyword arguments, and the source that holds it."""
         if not callable(fetch):
             raise TypeError(
                 "bilevel.inner: fetch= takes a function without arguments that returns the batch, got "
                 f"{type(fetch).__name__}. bilevel.fetched(dataset, indices) makes one."
             )
+        conditions = Conditions(model, others=True)
         args, named = _call(fetch)
-        return args, named, Source(fetch, tuple(named), (*args, *named.values()))
+        conditions.end_of_call()
+        return named, Source(k, fetch, tuple(named), (*args, *named.values()), conditions)
+
+    def release(self) -> None:
+        """Forget the batch until it is asked for again."""
+        self._held = None
 
     def share_with(self, before: Source) -> None:
         """Share objects with the source of another step, where they are equal."""
         self.shapes = before.shapes if before.shapes == self.shapes else self.shapes
         self._names = before._names if before._names == self._names else self._names
+        self._conditions.share_with(before._conditions)
 
-    def fetch_again(self, k: int) -> tuple[Any, ...]:
-        """Fetch the batch of step k again, and raise if it differs."""
-        with torch.no_grad():
+    def batch(self) -> tuple[Any, ...]:
+        """Return the batch that is held, or fetch it again and raise if it differs."""
+        if self._held is not None:
+            return self._held
+        with self._conditions.replaying(), torch.no_grad():
             args, named = _call(self._fetch)
         differs = "its keywords differ" if named.keys() != set(self._names) else ""
         batch = args if differs else (*args, *(named[n] for n in self._names))
@@ -94,16 +111,30 @@ class Source:
             differs = "its values differ"
         if differs:
             raise RuntimeError(
-                f"bilevel.inner: fetch= returned a different batch when step k = {k} was run again for the "
+                f"bilevel.inner: fetch= returned a different batch when step k = {self.k} was run again for the "
                 f"hypergradient ({differs}). It must return the same batch each time: by indices into a data set that "
                 "does not change, with random numbers from torch's, Python's or NumPy's global generator. An iterator, "
                 "or a DataLoader with workers, moves on to the next batch: pass the batch itself."
             )
+        self._held = batch
         return batch
 
     @staticmethod
     def _listed(batch: tuple[Any, ...]) -> str:
         return ", ".join(str(tuple(s)) for s, _ in _shapes(batch)) or "none"
+
+
+class Fetched:
+    """The batch of a piece that is fetched: the whole batch of its source, or a part of it."""
+
+    __slots__ = ("part", "source")
+
+    def __init__(self, source: Source, part: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None) -> None:
+        self.source, self.part = source, part
+
+    def again(self) -> tuple[Any, ...]:
+        batch = self.source.batch()
+        return batch if self.part is None else self.part(batch)
 
 
 def _call(fetch: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,401 +1,315 @@
-"""A step is a gradient followed by an update: d = ∇_w [c_h·h + c_g·g], z⁺ = Υ(z, d). The one place where it is written.
+"""A step is a sum of gradients, and then an update: d = Σ_i ∇_w ℓ_i(w, b_(i−1)), z⁺ = Υ(z, d).
 
-z holds the weights, the optimizer's tensors, and the running statistics of normalisation layers.
+The pieces ℓ_i are evaluated one after the other: the losses on a batch, on its parts, on one task after the other, on
+batches that are accumulated. z holds the weights, the optimizer's tensors, and the running statistics b, which pass
+from piece to piece. The derivative is the same sum, read backwards:
+
+    u = a·∂Υ/∂d;    for i = n … 1:  t += ∇_w ⟨∇ℓ_i, u⟩ + b̄·∂b_i/∂w,  b̄ = b̄·∂b_i/∂b_(i−1);    a⁺ = a·∂Υ/∂z + t
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, explained, find_leaves, grad, same_bits
-from ..kernels.replace import full_precision, is_stopped
-from ..model.losses import Loss
-from ..model.model import Binding, InnerProblem, Inside
-from ..update.solvers import Value
-from ..update.update import PulledUpdate, Update
+from ..autograd.graph import Gradients, Pairs, State, Traced, find_leaves, sequence_number
+from ..kernels.replace import full_precision
+from ..model.model import Evaluation, Model
+from ..model.tasks import row_of
+from ..update.update import Update
 from .conditions import set_modes
-from .parts import Micro, split
+from .cotangent import Cotangent, Pull, Pulled
+from .monitor import LossMonitor
+from .piece import Found, Piece
+from .sums import Sums, plus, statistics_under_checkpointing
 
-
-class Term(NamedTuple):
-    """A loss of a step, with the batch that it is evaluated on."""
-
-    name: str
-    loss: Loss
-    batch: tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclass
-class Evaluated:
-    """The losses of a step at z, and its direction."""
+class Open:
+    """A step that is being taken: what its pieces have given so far, and how many calls of the user they were."""
 
-    weighted: list[Tensor]  # c·loss, with a graph
-    values: State  # the values of the losses, by name
-    direction: State  # the direction from the losses of this process; a weight that no loss uses has none
-    buffers: State  # the buffers after the losses were evaluated
-    without_value: frozenset[str] = frozenset()  # weights whose direction has a graph, but no values
-    leaves: Sequence[Tensor] | None = None  # the outer variables that the losses use, if `weighted` has not all of them
-    at: State | None = None  # the weights that `weighted` was computed from, if these are not those of z
-
-
-@dataclass
-class Moved:
-    """The result of a step: the next state, and the losses and buffers that were computed with it."""
-
-    at: State  # the leaves for which `to` can be differentiated, if it has a graph
-    to: State  # z⁺
-    values: State  # the values of the losses of this process
-    means: State  # the means of the losses over all processes
-    buffers: State  # the buffers that are not part of z
-    weighted: list[Tensor]
-    leaves: Sequence[Tensor] | None = None  # the outer variables that the losses use, if they are known already
-    moved: Iterable[str] = ()  # the weights that were updated
-    leaves_of_update: Sequence[Tensor] = ()  # the outer variables that functions of the user in the update use
+    sums: Sums
+    buffers: State  # the buffers that are not part of the state
+    calls: int = 0
 
 
 class Step:
-    """Φ_k: z ↦ z⁺ = Υ_k(z, ∇_w Σ c·loss), for all weights w or `only` some."""
+    """Φ_k: z ↦ z⁺ = Υ(z, Σ_i ∇ℓ_i), for all weights w or `only` some."""
 
-    __slots__ = (
-        "binding", "directed", "k", "micro", "only", "runs_into_other_graphs", "terms", "update", "weights",
-    )  # fmt: skip
+    __slots__ = ("directed", "k", "model", "moved", "only", "open", "pieces", "update")
+
+    def __init__(self, k: int, model: Model, buffers: State, only: frozenset[str] | None = None) -> None:
+        self.k, self.model, self.only = k, model, only
+        self.pieces: list[Piece] = []
+        self.update: Update | None = None  # known when the step is closed
+        self.directed: tuple[str, ...] = ()  # the weights that have a direction
+        self.moved: tuple[str, ...] = ()  # the weights that the update has changed
+        self.open: Open | None = Open(Sums(model), buffers)
+
+    # --- the step is taken ---
+
+    def evaluate(
+        self,
+        z: State,
+        pieces: Sequence[Piece],
+        cut: Pairs,
+        monitor: LossMonitor,
+        *,
+        graph: bool = False,
+        known: set[object] | None = None,
+        first: Callable[[Piece, State], Found | None] | None = None,
+        within: Callable[[Piece, Evaluation, Found], None] | None = None,
+    ) -> State:
+        """Evaluate these pieces for the first time at z, add their gradients, and return the means of the losses.
+
+        With `graph` the sums have the graph of the whole. `known` has losses whose graphs need no look. `first` is
+        another way to evaluate a piece. `within` is called while the model holds the weights of a piece.
+        """
+        model, open = self.model, self.open
+        assert open is not None
+        sums, buffers, values = open.sums.copy(), open.buffers, dict[str, Tensor]()
+        modes, aux = [m.training for m in model.modules], list[dict[str, Any]]()
+        several = sum(not piece.row for piece in pieces) > 1
+        for piece in pieces:
+            if piece.row:
+                set_modes(model.modules, modes)  # the losses of another task may have changed them
+            piece.begin(self.k, cut, buffers)
+            at, use = sums.at(z), _Noting(piece, sequence_number(), graph, known, within)
+            found = None if first is None else first(piece, at)
+            if found is None:
+                found = piece.evaluate(at, use, graph=graph or within is not None, follow=graph or within is not None)
+            piece.record.conditions.end_of_call()
+            whole = sums.add(piece, found, graph)
+            if whole is not None:
+                rest = sums.pass_on(whole.left, at, buffers, several=several, graph=graph)
+                buffers = buffers if rest is None else rest
+                aux.append(dict(model.seen.aux))
+            for n, x in found.values.items():
+                values[n] = values[n] + x if n in values else x
+            piece.release()
+        means = model.ranks.means(values, f"{sorted(self.only or ())} {len(pieces)}")
+        for n, mean in means.items():
+            monitor.record_loss(self.k, n, mean, z)
+        if several:  # a list with an entry for each part
+            parts = {n: [part.get(n) for part in aux] for n in values}
+            model.seen.aux.update({n: x if any(y is not None for y in x) else None for n, x in parts.items()})
+        self.pieces += pieces
+        self.open = Open(sums, buffers, open.calls + 1)
+        return means
+
+    def close(self, z: State, update: Update, *, graph: bool = False) -> State:
+        """Apply the update to the sum of the gradients, and return the next state."""
+        open, model = self.open, self.model
+        assert open is not None
+        self.update = update
+        with full_precision(), torch.set_grad_enabled(graph):
+            d = model.ranks.mean(open.sums.direction, model.parameters)
+            self.directed = tuple(d)
+            to, leaves = _updated(update, z, d, graph, alone=model.ranks.share == 1)
+            self.moved = tuple(update.moves(z, d))
+        for option in update.options:
+            leaves += find_leaves(option)[0]
+        record = self.pieces[-1].record
+        if leaves:
+            known = {id(x) for x in (*record.leaves, *(x for _, x in record.cut))}
+            new = [x for x in {id(x): x for x in leaves}.values() if id(x) not in known]
+            record.leaves = [*record.leaves, *new]
+            record.seal(new, model)
+        to.update(open.sums.statistics)
+        self.open = None
+        return to
+
+    # --- the step is repeated ---
+
+    def again(self, z: State, *, before: list[State] | None = None, graph: bool = False) -> Sums:
+        """Evaluate the pieces again, and return their sums. `before` gets the statistics before each piece."""
+        sums = Sums(self.model)
+        for piece in self.pieces:
+            if before is not None:
+                before.append(sums.statistics)
+            with piece.record.repeating():
+                use = _found if graph else _without_graph
+                found = piece.evaluate(sums.at(z), use, graph=graph, follow=graph)
+            piece.record.check(found.values)
+            whole = sums.add(piece, found, graph)
+            if whole is not None:
+                sums.take_statistics(whole.left, graph)
+        self._release()
+        return sums
+
+    def replay(self, z: State) -> State:
+        """Run the step again from z, without a graph, and return the next state."""
+        return self._close_again(z, self.again(z), False)
+
+    def trace(self, z: State) -> Traced:
+        """Run the step again with a graph that outlives the call, which needs weights that are swapped in."""
+        return self.traced_at(z, self._close_again(z, self.again(z, graph=True), True))
+
+    def traced_at(self, z: State, to: State) -> Traced:
+        """Return the step from z to a state that has its graph."""
+        leaves = {id(x): x for piece in self.pieces for x in piece.record.leaves}
+        pairs = {id(x): (x, y) for piece in self.pieces for x, y in piece.record.cut}
+        return Traced(z, to, list(pairs.values()), list(leaves.values()))
+
+    def traced(self, z: State, run: Callable[[Traced], T]) -> T:
+        """Return run(the step from z with its graph), while the model holds its weights."""
+
+        def from_piece(i: int, sums: Sums, at: State) -> T:
+            if i == len(self.pieces):
+                traced = self.traced_at(at, self._close_again(at, sums, True))
+                return run(traced)
+            piece = self.pieces[i]
+
+            def use(evaluation: Evaluation, found: Found) -> T:
+                whole = sums.add(piece, found, True)
+                if whole is not None:
+                    sums.take_statistics(whole.left, True)
+                leaves = {} if piece.row is not None else {**evaluation.leaves, **evaluation.statistics}
+                return from_piece(i + 1, sums, {**leaves, **at} if i else {**at, **leaves})
+
+            with piece.record.repeating():
+                return piece.evaluate(sums.at(z), use, graph=True, follow=True)
+
+        try:
+            return from_piece(0, Sums(self.model), z)
+        finally:
+            self._release()
+
+    def _close_again(self, z: State, sums: Sums, graph: bool) -> State:
+        assert self.update is not None
+        with full_precision(), torch.set_grad_enabled(graph):
+            d = self.model.ranks.mean(sums.direction, self.model.parameters)
+            to = self.update(z, d)
+        to = to if graph else {n: x.detach() for n, x in to.items()}
+        return {**to, **sums.statistics}
+
+    def _release(self) -> None:
+        for piece in self.pieces:
+            piece.release()
+
+    # --- the derivative ---
+
+    def pull(
+        self, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients, how: Pull, after: State | None = None
+    ) -> Pulled:
+        """Return a·∂Φ/∂z at z, and add a·∂Φ/∂λ to the sums, for `inputs` or for every leaf if None.
+
+        `how` computes ∇⟨∇ℓ_i, u⟩ of a piece. `after` is the state after the step, if it is known.
+        """
+        model, statistics = self.model, self.model.seen.statistics
+        cotangent = Cotangent(self, z, a, after, self.pieces[-1].record.leaves if inputs is None else inputs)
+        before = self._statistics_before(z, cotangent)
+        adjoint_b = {n: a[n] for n in statistics if n in a}
+        through: State = {}
+        new_b: State = {}
+        for piece, b in zip(reversed(self.pieces), reversed(before), strict=True):
+            record = piece.record
+            wanted = record.leaves if inputs is None else inputs
+            with record.repeating():
+                its_b = row_of(adjoint_b, piece.row)
+                found = how(piece, {**z, **b} if b else z, cotangent, its_b, [*(x for _, x in record.cut), *wanted])
+            record.check(found.values)
+            into.collect(record.cut, wanted, found.wanted)
+            for n, x in found.adjoint.items():
+                to = new_b if n in statistics else through
+                if piece.row is not None:
+                    to.setdefault(n, torch.zeros_like(z[n]))[piece.row] += x
+                else:
+                    to[n] = to[n] + x if n in to else x
+            if not piece.row:
+                kept = {n: x for n, x in adjoint_b.items() if n not in found.followed}
+                adjoint_b, new_b = {**kept, **new_b}, {}
+            del found
+        self._release()
+        return self._joined(cotangent, through, adjoint_b, inputs, into)
+
+    def _statistics_before(self, z: State, cotangent: Cotangent) -> list[State]:
+        """Return the statistics before each piece that the state at z lacks, and the direction if it is to be known."""
+        moving = any(n in self.model.seen.moving for n in self.model.seen.statistics)
+        calls = sum(not piece.row for piece in self.pieces)
+        if len(self.pieces) > 1 and (cotangent.known is None or (moving and calls > 1)):
+            before: list[State] = []
+            sums = self.again(z, before=before)
+            if cotangent.known is None:
+                cotangent.note(sums.direction)
+            return before
+        return [{}] * len(self.pieces)
+
+    def _joined(
+        self, cotangent: Cotangent, through: State, b: State, inputs: Sequence[Tensor] | None, into: Gradients
+    ) -> Pulled:
+        """Return a·∂Υ/∂z + Σ ∇_w ⟨∇ℓ_i, u⟩, summed over the ranks for the weights, and the adjoint of the statistics."""
+        model = self.model
+        update = cotangent.update()
+        into.collect([], self.pieces[-1].record.leaves if inputs is None else inputs, update.wanted)
+        names = list(model.parameters)
+        weights = model.ranks.sum([through.pop(n, None) for n in names], list(model.parameters.values()))
+        through.update({n: x for n, x in zip(names, weights, strict=True) if x is not None})
+        statistics = model.seen.statistics
+        adjoint = {n: x for n, x in update.adjoint.items() if n not in statistics}
+        update.adjoint = {}
+        return Pulled({**plus(adjoint, through), **b}, update.to, cotangent.direction)
+
+
+class _Noting:
+    """What is made of the first evaluation of a piece, while the model holds its weights."""
 
     def __init__(
         self,
-        k: int,
-        binding: Binding,
-        terms: Sequence[Term],
-        weights: Sequence[Value],
-        update: Update,
-        only: frozenset[str] | None = None,
+        piece: Piece,
+        since: int,
+        graph: bool,
+        known: set[object] | None,
+        within: Callable[[Piece, Evaluation, Found], None] | None,
     ) -> None:
-        self.k, self.binding, self.update, self.only = k, binding, update, only
-        used = [i for i, c in enumerate(weights) if isinstance(c, Tensor) or c != 0]
-        self.terms = tuple(terms[i] for i in used)
-        self.weights = tuple(weights[i] for i in used)
-        self.micro: Micro | None = None  # how the batches are split into parts
-        self.directed: tuple[str, ...] = ()  # the weights that have a direction; known after the step
-        self.runs_into_other_graphs = True  # whether a loss uses a tensor with a graph; known after the step
+        self._piece, self._since, self._graph, self._known, self._within = piece, since, graph, known, within
 
-    @property
-    def what(self) -> str:
-        """A description of the step that must be the same on every rank."""
-        parts = "" if self.micro is None else f" in {self.micro}"
-        return f"{'accumulate' if self.update.accumulates else 'step'} {sorted(self.only or ())}{parts}"
-
-    def losses(self, inside: Inside) -> tuple[list[Tensor], State]:
-        """Return each loss times its weight, with a graph, and the values of the losses."""
-        weighted: list[Tensor] = []
-        values: State = {}
-        with torch.enable_grad():
-            for (name, loss, batch), c in zip(self.terms, self.weights, strict=True):
-                value = self.binding.loss(name, loss, inside, batch)
-                weighted.append(value if isinstance(c, float) and c == 1 else c * value)
-                values[name] = value.detach()
-        return weighted, values
-
-    def evaluate(self, inside: Inside, *, create_graph: bool) -> Evaluated:
-        """Compute the losses and their direction in one backward pass, or in one for each part or inner problem."""
-        if self.micro is not None:
-            return self._evaluate_parts(inside, create_graph)
-        if not create_graph and (problems := self.problems()):
-            return self._evaluate_problems(inside, problems)
-        weighted, values = self.losses(inside)
-        return Evaluated(weighted, values, gradient(weighted, inside, create_graph, self.only), inside.buffers())
-
-    def parts(self) -> list[Part]:
-        """With micro=, return steps z ↦ ∇ℓ_i on a part of each batch; their sum is the gradient of this step."""
-        assert self.micro is not None
-        reductions, dimension = dict(self.micro.reductions), self.binding.batch_dimension
-        pieces = [split(t.name, t.batch, self.micro.parts, dimension) for t in self.terms]
-        parts: list[Part] = []
-        for i in range(self.micro.parts):  # also if no batch has so many samples, since all ranks need the same number
-            mine = [(t, c, p[i]) for t, c, p in zip(self.terms, self.weights, pieces, strict=True) if i < len(p)]
-            factors = {t.name: piece.share if reductions[t.name] == "mean" else 1.0 for t, _, piece in mine}
-            terms = [Term(t.name, t.loss, piece.batch) for t, _, piece in mine]
-            with torch.enable_grad():
-                weights = [c if factors[t.name] == 1 else c * factors[t.name] for t, c, _ in mine]
-            step = Step(self.k, self.binding, terms, weights, Gradient(), self.only)
-            step.directed, step.runs_into_other_graphs = self.directed, self.runs_into_other_graphs
-            parts.append(Part(step, factors))
-        return parts
-
-    def _evaluate_parts(self, inside: Inside, create_graph: bool) -> Evaluated:
-        """Compute the sums over the parts. Without `create_graph`, only the first part keeps its graph."""
-        state = (*inside.weights.values(), *inside.leaves.values(), *inside.statistics.values())
-        kept: list[Tensor] = []
-        leaves: dict[int, Tensor] = {}
-        values: State = {}
-        direction: State = {}
-        aux: dict[str, list[Any]] = {t.name: [] for t in self.terms}
-        for i, part in enumerate(self.parts()):
-            weighted, found = part.step.losses(inside)
-            part.add_values(found, values)
-            for n in found:
-                aux[n].append(self.binding.aux.get(n))
-            d = gradient(weighted, inside, create_graph, self.only)
-            with torch.set_grad_enabled(create_graph):
-                direction.update({n: direction[n] + x if n in direction else x for n, x in d.items()})
-                if i == 0:
-                    kept = weighted
-                elif create_graph:
-                    by_name = dict(zip(found, weighted, strict=True))
-                    kept = [
-                        x + by_name[t.name] if t.name in by_name else x for x, t in zip(kept, self.terms, strict=True)
-                    ]
-            if not create_graph:
-                for x in weighted:
-                    leaves.update((id(y), y) for y in find_leaves(x, state, inside.watched.values())[0])
-            del weighted, d
-        self.binding.aux.update({n: x if any(y is not None for y in x) else None for n, x in aux.items()})
-        known = None if create_graph else list(leaves.values())
-        return Evaluated(kept, values, direction, inside.buffers(), leaves=known)
-
-    def problems(self) -> Sequence[InnerProblem]:
-        """Return the inner problems if the derivatives of this step are computed for one after the other."""
-        return () if self.micro is not None else self.binding.separate()
-
-    def of(self, problem: InnerProblem) -> Step:
-        """Return the step z ↦ ∇ℓ of one inner problem."""
-        terms = [Term(t.name, t.loss, problem.rows(t.batch)) for t in self.terms]
-        step = Step(self.k, problem.binding, terms, self.weights, Gradient(), self.only)
-        step.directed, step.runs_into_other_graphs = self.directed, self.runs_into_other_graphs
-        return step
-
-    def _evaluate_problems(self, inside: Inside, problems: Sequence[InnerProblem]) -> Evaluated:
-        """Compute the directions of the inner problems one after the other. Only the first keeps its graph."""
-        binding, before = self.binding, inside.buffers()
-        for t in self.terms:
-            binding.check_batch(t.name, t.batch)
-        values: State = {}
-        found: list[Evaluated] = []
-        leaves: dict[int, Tensor] = {}
-        aux: dict[str, list[Any]] = {t.name: [] for t in self.terms}
-        modes = [m.training for m in binding.modules]
-        for problem in problems:
-            set_modes(binding.modules, modes)  # a loss may have changed them
-            w = problem.leaves(inside.weights)
-            mine = replace(inside, weights=w, leaves=w, swapped=w)
-            binding.put_buffers({n: x.clone() for n, x in problem.rows(before).items()})
-            one = self.of(problem).evaluate(mine, create_graph=False)
-            one.at = w
-            for n, x in one.values.items():
-                values[n] = values[n] + x if n in values else x
-                aux[n].append(binding.aux.get(n))
-            for x in one.weighted:
-                leaves.update((id(y), y) for y in find_leaves(x, (*w.values(), *mine.watched.values()))[0])
-            if found:
-                one.weighted = []
-            found.append(one)
-        after = binding.joined_buffers([one.buffers for one in found])
-        binding.put_buffers(after)
-        binding.aux.update({n: binding.joined_aux(parts) for n, parts in aux.items()})
-        direction = binding.joined([one.direction for one in found])
-        return Evaluated(found[0].weighted, values, direction, after, leaves=list(leaves.values()), at=found[0].at)
-
-    def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
-        """Take the step from z. `within` is called while the weights, and the graph if any, are still in the model."""
-        binding = self.binding
-        with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
-            found = self.evaluate(inside, create_graph=graph)
-            if self.micro is not None:
-                _refuse_changed_buffers(found.buffers, {**buffers, **z})
-            means = binding.means_of_losses(found.values, self.what)
-            at = {**z, **inside.leaves, **inside.statistics} if graph else z
-            to, moved_weights, leaves = self.updated(at, found.direction, graph)
-            if graph and inside.taking.without_graph:
-                raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
-            at = at if found.at is None else {**at, **found.at}
-            moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, found.leaves, at)
-            moved.moved, moved.leaves_of_update = moved_weights, leaves
-            if within is not None:
-                within(moved)
-        return moved
-
-    def updated(self, at: State, direction: State, graph: bool) -> tuple[State, Iterable[str], Sequence[Tensor]]:
-        """Return z⁺, the names of the updated weights, and the outer variables that functions of the user have used."""
-        update, binding = self.update, self.binding
-        with full_precision(), torch.set_grad_enabled(graph):
-            d = binding.mean_of_direction(direction)
-            self.directed = tuple(d)
-            if not update.closes_over:
-                return update(at, d), update.moves(at, d), ()
-        with full_precision(), torch.enable_grad():
-            to = update(at, d) if graph else {}
-            leaves = {id(x): x for y in to.values() if y.requires_grad for x in find_leaves(y, at.values())[0]}
-            if not graph or binding.share != 1:
-                # z and d have no graph here, so any graph comes from an outer variable
-                alone = update({n: x.detach() for n, x in at.items()}, {n: x.detach() for n, x in d.items()})
-                found = {id(x): x for y in alone.values() if y.requires_grad for x in find_leaves(y)[0]}
-                if found and binding.share != 1:
-                    raise ValueError(
-                        "bilevel.inner: a function of the direction, or a rule of your own, uses an outer variable. "
-                        "With group= its gradient would be counted once on every rank. Use the variable in the losses, "
-                        "or give it as lr= or as an option of the optimizer."
-                    )
-                to, leaves = to or {n: x.detach() for n, x in alone.items()}, leaves or found
-            return to, update.moves(at, d), list(leaves.values())
-
-    def finish(
-        self,
-        z: State,
-        buffers: State,
-        to: State,
-        after: State,
-        values: State,
-        means: State,
-        weighted: Sequence[Tensor] = (),
-        leaves: Sequence[Tensor] | None = None,
-        at: State | None = None,
-    ) -> Moved:
-        """Divide the buffers after a step into those that are part of the state and the others."""
-        binding = self.binding
-        for n, b in after.items():
-            if b.requires_grad and n not in binding.statistics and n not in binding.changing:
-                if not is_stopped(b):
-                    raise ValueError(
-                        f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, through which the "
-                        "next step does not differentiate. Compute it inside h, or store "
-                        "bilevel.stop_gradient(...) there: a constant in the gradient of the next step, with its own "
-                        "derivative in the hypergradient. (.detach() drops that derivative.)"
-                    )
-                binding.statistics += (n,)  # from now on the buffer is part of the state
-        for n in binding.statistics:
-            to[n] = after[n] if after[n].requires_grad else after[n].detach()
-            if n not in binding.moving and not is_same(to[n], z[n] if n in z else buffers[n]):
-                binding.moving.add(n)
-        rest = {n: _unless_equal(b.detach(), buffers[n]) for n, b in after.items() if n not in to}
-        binding.changing.update(n for n, b in rest.items() if b is not buffers[n] and not _is_counter(b, buffers[n]))
-        if all(x is buffers[n] for n, x in rest.items()):
-            rest = buffers
-        return Moved(z if at is None else at, to, values, means, rest, list(weighted), leaves)
+    def __call__(self, evaluation: Evaluation, found: Found) -> Found:
+        self._piece.note(evaluation, found, self._since, self._known)
+        if self._within is not None:
+            self._within(self._piece, evaluation, found)
+        if not self._graph:
+            return Found([], found.values, {n: d.detach() for n, d in found.direction.items()}, found.left)
+        if evaluation.taking.without_graph:
+            raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
+        return found
 
 
-@dataclass(frozen=True)
-class Part:
-    """A step on a part of each batch, and the factor of each of its losses in the loss of the whole step."""
-
-    step: Step
-    factors: dict[str, float]
-
-    def add_values(self, values: State, sums: State) -> None:
-        """Add the values of this part's losses to those of the whole step."""
-        for n, x in values.items():
-            x = x * self.factors[n]
-            sums[n] = sums[n] + x if n in sums else x
+def _found(evaluation: Evaluation, found: Found) -> Found:
+    return found
 
 
-@dataclass(frozen=True)
-class Gradient(Update):
-    """The update of a part, z⁺ = d, whose result is the gradient alone."""
-
-    @property
-    def reads_direction(self) -> bool:
-        return False
-
-    def __call__(self, z: State, d: State) -> State:
-        return dict(d)
-
-    def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
-        return PulledUpdate({}, {}, {n: a[n] for n in d if n in a}, [None] * len(wanted))
+def _without_graph(evaluation: Evaluation, found: Found) -> Found:
+    return Found([], found.values, found.direction, found.left)
 
 
-def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool, only: Collection[str] | None = None) -> State:
-    """Return ∇_w of the sum as dense tensors, for every weight that it depends on; `stop_gradient` is in effect."""
-    if not weighted:
-        return {}
-    weights = inside.weights if only is None else {n: x for n, x in inside.weights.items() if n in only}
-    inside.taking.on = True
-    try:
-        with torch.enable_grad():
-            total = sum(weighted[1:], weighted[0])
-        with full_precision(), explained():
-            if not total.requires_grad:
-                return {}
-            grads = grad([total], list(weights.values()), [None], create_graph=create_graph, retain_graph=create_graph)
-    finally:
-        inside.taking.on = False
-    return {n: d.to_dense() if d.is_sparse else d for n, d in zip(weights, grads, strict=True) if d is not None}
+def _updated(update: Update, z: State, d: State, graph: bool, *, alone: bool) -> tuple[State, list[Tensor]]:
+    """Return Υ(z, d), and the outer variables that functions of the user in it have used."""
+    if not update.closes_over:
+        return update(z, d), []
+    with torch.enable_grad():
+        to = update(z, d) if graph else {}
+        leaves = _leaves(to.values(), z.values())
+        if not graph or not alone:
+            # z and d have no graph here, so any graph comes from an outer variable
+            result = update({n: x.detach() for n, x in z.items()}, {n: x.detach() for n, x in d.items()})
+            found = _leaves(result.values(), ())
+            if found and not alone:
+                raise ValueError(
+                    "bilevel.inner: a function of the direction, or a rule of your own, uses an outer variable. "
+                    "With group= its gradient would be counted once on every rank. Use the variable in the losses, "
+                    "or give it as lr= or as an option of the optimizer."
+                )
+            to, leaves = to or {n: x.detach() for n, x in result.items()}, leaves or found
+    return to, leaves
 
 
-def statistics_under_checkpointing(instead: str) -> str:
-    return (
-        "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a "
-        f"loss uses them in eval mode. The derivative of that update is not known. Use {instead}, or take the layer "
-        "out of the checkpointed part."
-    )
-
-
-def _refuse_changed_buffers(after: State, before: State) -> None:
-    for n, b in after.items():
-        if not b.is_meta and not (is_same(b, before[n]) or torch.equal(b.detach(), before[n].detach())):
-            raise ValueError(
-                f"bilevel.inner: with micro= a loss changes the buffer {n!r} of the model (running statistics, a "
-                "counter) once for each part, while the plain step changes it once for the batch. Put the layer into "
-                "eval mode, or leave out micro=."
-            )
-
-
-def is_same(x: Tensor, y: Tensor) -> bool:
-    """Whether two buffers hold the same bits; always False on a device, where comparing would make the host wait."""
-    return x.device.type == "cpu" and same_bits(x, y)
-
-
-def _is_counter(new: Tensor, old: Tensor) -> bool:
-    """Whether a buffer is a counter, which has no derivative: integers, or all entries grew by the same integer."""
-    if not new.is_floating_point() or new.is_meta:
-        return True
-    by = new - old
-    return by.numel() > 0 and bool((by == by.flatten()[0]).all()) and float(by.flatten()[0]).is_integer()
-
-
-def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
-    """Return the old buffer if the new one is equal, so that it is stored once. (BatchNorm does not raise versions.)"""
-    return old if is_same(new, old) else new
-
-
-class LossMonitor:
-    """Finds losses that are not finite, and their steps: at once on the CPU, in `raise_if_not_finite` on a device."""
-
-    def __init__(self) -> None:
-        self._later: list[tuple[int, str, Tensor]] = []
-
-    def record_loss(self, k: int, name: str, value: Tensor, w: State) -> float | Tensor:
-        """Record the value, and return it: as a number on the CPU, as a tensor on a device."""
-        if value.device.type == "cpu":
-            if not math.isfinite(number := value.item()):
-                raise self._error(k, name, value, w)
-            return number
-        if value.device.type != "meta":
-            self._later.append((k, name, value))
-        return value
-
-    def raise_if_not_finite(self) -> None:
-        """Raise if a recorded loss was not finite."""
-        later, self._later = self._later, []
-        if later and not bool(torch.isfinite(torch.stack([value.float() for _, _, value in later])).all()):
-            raise self._error(*next(entry for entry in later if not bool(torch.isfinite(entry[2]))), {})
-
-    @staticmethod
-    def _error(k: int, name: str, value: Tensor, w: State) -> FloatingPointError:
-        broken = [n for n, x in w.items() if not bool(torch.isfinite(x).all())]
-        why = (
-            f"The weight {broken[0]!r} is not finite after the step before. A smaller rate may help."
-            if broken
-            else "A smaller rate may help."
-        )
-        return FloatingPointError(f"bilevel.inner: {name} is {float(value)} at step k = {k}. {why}")
-
-
-def disconnected(name: str) -> ValueError:
-    """Return the error for a loss that does not depend on the weights."""
-    return ValueError(
-        f"bilevel.inner: {name} does not depend on the weights of the inner problem. Compute it from the model that "
-        "is its first argument, without .detach(), .item() or torch.no_grad()."
-    )
+def _leaves(tensors: Iterable[Tensor], state: Iterable[Tensor]) -> list[Tensor]:
+    state = tuple(state)
+    return list({id(x): x for y in tensors if y.requires_grad for x in find_leaves(y, state)[0]}.values())
