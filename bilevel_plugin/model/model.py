@@ -245,13 +245,13 @@ class Binding:
 
     shards: bool = False  # whether each rank stores only its part of a state
 
-    def shard(self, z: State) -> State:
-        """Return the part of a state that this process stores."""
-        return z
+    def part_of(self, size: int) -> range:
+        """Return which of so many numbers this process stores."""
+        return range(size)
 
-    def unshard(self, kept: State) -> State:
-        """Return the whole state, from the parts that the ranks store."""
-        return kept
+    def join_parts(self, part: Tensor) -> Tensor:
+        """Return all numbers, from the parts that the ranks store."""
+        return part
 
     def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients for the inputs, from the contributions of this process."""
