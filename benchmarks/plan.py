@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from bilevel_plugin.engine.plan import fewest_reruns, kept_online, reruns, states_for_sqrt
+from bilevel_plugin.engine.schedule import fewest_reruns, kept_online, reruns, states_for_sqrt
 
 HEAD = """# Which states to keep, if the number of steps is not known
 

@@ -32,7 +32,7 @@ from .autograd.graph import (
 from .check.sentinel import Sentinel
 from .engine import Engine
 from .engine.base import End, OuterLoss
-from .engine.plan import Plan
+from .engine.schedule import Plan
 from .kernels.replace import EXCLUSIVE, full_precision
 from .model.losses import Loss, WithKeywords, code_of, evaluating_loss, scalar
 from .model.model import AUX, OWNER, Binding, InnerProblem, Inside

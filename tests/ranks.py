@@ -294,7 +294,7 @@ def stored(group, folder, normalised=False, optimizer=None):
             loop.run(8, x, y, outer=(x_val, y_val))
             local = sum(loop._z[n].nbytes for n in loop._binding.statistics)
             state = sum(z.nbytes for z in loop._z.values()) - local
-            kept = loop._tape._store.file or loop._tape._store
+            kept = loop._tape.states.store.file or loop._tape.states.store
             found.append((kept.nbytes, state, local, loop.hypergrad(c)))
     return found
 

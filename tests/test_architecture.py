@@ -63,7 +63,7 @@ def test_an_upward_edge_is_found_whatever_way_it_is_written(tmp_path):
             "else:",
             "    from ..autograd.graph import x",
         ],
-        "update/solvers": ["import bilevel_plugin.engine.plan as p", "from .schedules import power"],
+        "update/solvers": ["import bilevel_plugin.engine.schedule as p", "from .schedules import power"],
         "update/update": [
             "class A:",
             "    def f(self):",
@@ -79,7 +79,7 @@ def test_an_upward_edge_is_found_whatever_way_it_is_written(tmp_path):
     assert set(upward(found)) >= {
         Edge("autograd/graph", "loop"),
         Edge("kernels/replace", "inner", "types"),
-        Edge("update/solvers", "engine/plan"),
+        Edge("update/solvers", "engine/schedule"),
         Edge("update/update", "check/gradcheck", "lazy"),
         Edge("step/step", "engine/__init__"),
         Edge("pullback/base", "__init__"),  # State, from the top

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..autograd.graph import DerivativeWarning, State, grad, leaves_read_since, map_tensors, sequence_number, tensors_of
-from ..engine.plan import free
+from ..engine.budget import free
 from ..kernels.replace import NORMALISATIONS, evaluating
 from ..model.losses import Loss, code_of
 from ..model.model import Binding, Inside

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..autograd.graph import Gradients, State, Traced, as_leaves
 from ..step.record import RecordedStep
 from ..step.step import LossMonitor, Moved, Step
-from .plan import Plan
+from .schedule import Plan
 
 
 class OuterLoss(ABC):

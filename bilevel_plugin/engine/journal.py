@@ -11,14 +11,16 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.graph import Gradients, State, tensors_of
+from ..step.record import RecordedStep
+from .base import OuterLoss
 
 _HEAD = b"bilevel_plugin sweep, version 1\n"
 
@@ -29,6 +31,10 @@ class Position(NamedTuple):
     left: int
     adjoint: State
     sums: list[Tensor | None]
+
+    @classmethod
+    def of(cls, left: int, adjoint: State, inputs: Sequence[Tensor], found: Gradients) -> Position:
+        return cls(left, adjoint, [found.direct[id(x)][1] if id(x) in found.direct else None for x in inputs])
 
 
 class Journal:
@@ -92,6 +98,42 @@ class Journal:
 
     def _unfinished(self) -> Path:
         return self._path.with_suffix(".unfinished")
+
+
+def about(
+    steps: Mapping[int, RecordedStep],
+    last: State,
+    inputs: Sequence[Tensor] | None,
+    found: Gradients,
+    a: State,
+    losses: Mapping[int, Sequence[OuterLoss]],
+) -> dict[str, str]:
+    """Describe a sweep: its steps, its last state, its outer losses with their gradients, and what it is to find."""
+    if inputs is None:
+        raise ValueError(
+            "bilevel.Reverse: resume=True keeps sums for inputs that are named. Call loop.backward(inputs) or "
+            "loop.hypergrad(inputs)."
+        )
+    if found.cut or any(x.cut for x in (*steps.values(), *(loss for at in losses.values() for loss in at))):
+        raise ValueError(
+            "bilevel.Reverse: resume=True, and a tensor of a batch requires grad: the graph behind it would be "
+            "another one when the script is run again. Compute it inside h (or g), or set resume=False."
+        )
+    first = steps[min(steps)] if steps else None
+    return {
+        "the version of torch": str(torch.__version__),
+        "the number of steps": str(max(steps, default=-1) + 1),
+        "the shapes of the weights": str({n: tuple(x.shape) for n, x in last.items()}),
+        "the shapes of the inputs": str([tuple(x.shape) for x in inputs]),
+        "the numbers of the inputs": checksum(inputs),
+        "the first batch": checksum(tensors_of([t.batch for t in first.step.terms]) if first is not None else []),
+        "the weights after the last step": checksum(last.values()),
+        "the outer loss": checksum([*a.values(), *found.values()]),
+        "the steps that have an outer loss": str(sorted(losses)),
+        "the values or weights of the outer losses": checksum(
+            x for at in losses.values() for loss in at for x in loss.numbers
+        ),
+    }
 
 
 def checksum(tensors: Iterable[Tensor]) -> str:

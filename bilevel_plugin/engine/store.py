@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..autograd.graph import State
+from .layout import Layout, Shards, known
 
 _BUFFER = 32 * 2**20  # the largest size of a buffer in bytes, unless a single row is larger
-_ALIGNED = 64  # tensors in a record of the file begin at multiples of this many bytes
 
 
 class Store:
@@ -30,13 +30,15 @@ class Store:
 
     A row is used again when its state is dropped. No more than `most` rows are allocated while one of them is free.
     With `place` "host" the rows are in (pinned) host memory. Any place other than "host" and "device" is a folder: of
-    the states, `most` (None: 0) are in memory, and the others in a file in that folder.
+    the states, `most` (None: 0) are in memory, and the others in a file in that folder. With `shards`, this process
+    keeps a part of each state.
     """
 
     def __init__(self, rows: int = 4, place: str | os.PathLike[str] = "device") -> None:
         self._least, self._offload = rows, place == "host"
         self.file = None if place in ("device", "host") else StateFile(place)
         self.most: int | None = None
+        self.shards: Shards | None = None
         self._buffers: list[tuple[tuple[str, ...], list[State]]] = []  # the names in a row, and the rows
         self._free: dict[tuple[str, ...], list[State]] = defaultdict(list)
         self._devices: dict[str, torch.device] = {}
@@ -57,7 +59,8 @@ class Store:
         return self.rows - sum(map(len, self._free.values()))
 
     def keep(self, z: State) -> Kept:
-        """Store a copy of z, which `fetch` returns."""
+        """Store a copy of z, or of this rank's part of it, for `fetch`."""
+        z = z if self.shards is None else self.shards.cut(z)
         if self.file is not None and self.in_memory >= (self.most or 0):
             return self.file.write(z)
         return self.keep_in_memory(z)
@@ -90,8 +93,10 @@ class Store:
         """Return a stored state, on the devices that it was on."""
         if isinstance(kept, Record):
             assert self.file is not None
-            return self.file.read(kept)
-        return {n: x.to(self._devices[n], non_blocking=True) for n, x in kept.items()} if self._offload else kept
+            z = self.file.read(kept)
+        else:
+            z = {n: x.to(self._devices[n], non_blocking=True) for n, x in kept.items()} if self._offload else kept
+        return z if self.shards is None else self.shards.join(z)
 
     def replace(self, kept: State | None, z: State) -> State:
         """Store a copy of z in place of an earlier state, in the same row if it has the same names."""
@@ -148,54 +153,28 @@ class Store:
             self._free[names] = elsewhere
 
     def _grow(self, names: tuple[str, ...], z: State, rows: int) -> list[State]:
-        homes = {
-            n: torch.device("cpu") if self._offload and x.type != "meta" else x
-            for n, x in ((n, self._devices[n]) for n in z)
+        offload = self._offload and any(self._devices[n].type != "meta" for n in z)
+        pin = offload and any(self._devices[n].type != "cpu" for n in z)
+        layout = Layout.of(z)
+        rows = max(1, min(rows, _BUFFER // max(layout.nbytes, 1)))
+        buffers = {
+            (dtype, device): torch.empty(rows, size, dtype=dtype, device="cpu" if offload else device, pin_memory=pin)
+            for (dtype, device), size in layout.sizes.items()
         }
-        pin = any(home != self._devices[n] for n, home in homes.items())
-        total = sum(x.nbytes for x in z.values())
-        rows = max(1, min(rows, _BUFFER // max(total, 1)))
-        sizes: dict[tuple[torch.dtype, torch.device], int] = defaultdict(int)
-        places: dict[str, int] = {}
-        for n, x in z.items():
-            group = x.dtype, homes[n]
-            places[n] = sizes[group]
-            sizes[group] += x.numel()
-        buffers = {(t, d): torch.empty(rows, size, dtype=t, device=d, pin_memory=pin) for (t, d), size in sizes.items()}
-        bought = [
-            {
-                n: buffers[x.dtype, homes[n]].as_strided(x.shape, _strides(x), i * sizes[x.dtype, homes[n]] + places[n])
-                for n, x in z.items()
-            }
-            for i in range(rows)
-        ]
+        bought = [layout.views({kind: buffer[i] for kind, buffer in buffers.items()}) for i in range(rows)]
         self._buffers.append((names, bought))
         return list(bought)
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of x if it has no gaps (channels-last is preserved), else those of a contiguous tensor."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    dense = x.numel() == 0 or (span == x.numel() and 0 not in x.stride())
-    return x.stride() if dense else torch.empty(x.shape, device="meta").stride()
-
-
-class _Place(NamedTuple):
-    """The place of a tensor in a record, and what is needed to make the tensor again."""
-
-    begin: int
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
 class Record(NamedTuple):
-    """A state in a file: where it begins, its size in bytes, and the places of its tensors."""
+    """A state in a file: where it begins, and its layout."""
 
     begin: int
-    size: int
-    places: dict[str, _Place]
+    layout: Layout
+
+    @property
+    def size(self) -> int:
+        return self.layout.nbytes
 
 
 Kept = State | Record
@@ -217,24 +196,24 @@ class StateFile:
         self._fd = -1
         self._free: dict[int, list[int]] = defaultdict(list)  # where dropped records of a size begin
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._layouts: list[Layout] = []  # those of the records, each once
 
     def write(self, z: State) -> Record:
         """Write a copy of z to the file."""
-        started, places, size = time.perf_counter(), dict[str, _Place](), 0
-        for n, x in z.items():
-            places[n] = _Place(size, x.shape, _strides(x), x.dtype, x.device)
-            size += -(-x.nbytes // _ALIGNED) * _ALIGNED
+        started = time.perf_counter()
+        layout = known(Layout.of(z), self._layouts)
+        size = layout.nbytes
         if len(self._buffer) < size:
             self._buffer = torch.empty(size, dtype=torch.uint8)
+        places = layout.views(layout.in_bytes(self._buffer))
         with torch.no_grad():
             for n, x in z.items():
-                _view(self._buffer, places[n]).copy_(x)
+                places[n].copy_(x)
         free = self._free[size]
-        begin = free.pop() if free else self._append(size)
-        record = Record(begin, size, places)
+        record = Record(free.pop() if free else self._append(size), layout)
         self._transfer(os.pwritev, self._buffer, record)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, begin, size, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._fd, record.begin, size, os.POSIX_FADV_DONTNEED)
         self.states, self.nbytes, self.written = self.states + 1, self.nbytes + size, self.written + 1
         self.seconds += time.perf_counter() - started
         return record
@@ -242,7 +221,8 @@ class StateFile:
     def read(self, record: Record) -> State:
         buffer = torch.empty(record.size, dtype=torch.uint8)
         self._transfer(os.preadv, buffer, record)
-        return {n: _view(buffer, place).to(place.device) for n, place in record.places.items()}
+        flat = {kind: x.to(kind[1]) for kind, x in record.layout.in_bytes(buffer).items()}
+        return record.layout.views(flat)
 
     def drop(self, record: Record) -> None:
         self.states, self.nbytes = self.states - 1, self.nbytes - record.size
@@ -296,8 +276,3 @@ class StateFile:
                 "there and that you may write to",
             ) from None
         weakref.finalize(self, os.close, self._fd)
-
-
-def _view(buffer: Tensor, place: _Place) -> Tensor:
-    size = place.shape.numel() * place.dtype.itemsize
-    return buffer[place.begin : place.begin + size].view(place.dtype).as_strided(place.shape, place.strides)

@@ -27,7 +27,6 @@ from torch.autograd import Function
 from ..autograd.graph import State
 from .ranks import Alone
 
-_SHARD = "shard of layout "
 _TAGS = 4096  # a bound on the tags, so that their sum over the ranks is exact
 
 
@@ -41,7 +40,6 @@ class Group(Alone):
         self._own = own  # whether the losses use the model's own parameters, so that no graph sums over the ranks
         self.share = 1 / self._ranks
         self.shards = True
-        self._layouts: list[tuple[tuple[str, torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]] = []
         self._calls = 0
         self._device = like.device
         self._out_of_step = torch.zeros((), device=self._device)
@@ -118,41 +116,15 @@ class Group(Alone):
         dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
         return tuple(both.tolist())
 
-    def shard(self, z: State, statistics: Sequence[str]) -> State:
-        """Return this rank's 1/N of the tensors that all ranks hold, flat and padded.
+    def part_of(self, size: int) -> range:
+        part = -(-size // self._ranks)  # the part of the last rank is padded
+        begin = dist.get_rank(self._group) * part
+        return range(begin, begin + part)
 
-        Running statistics differ between the ranks, so they are returned whole.
-        """
-        common = {n: x for n, x in z.items() if n not in statistics}
-        layout = tuple((n, x.shape, x.stride(), x.dtype, x.device) for n, x in common.items())
-        if layout not in self._layouts:
-            self._layouts.append(layout)
-        number, kept = self._layouts.index(layout), {n: x for n, x in z.items() if n not in common}
-        rank = dist.get_rank(self._group)
-        for kind in dict.fromkeys((x.dtype, x.device) for x in common.values()):
-            mine = [_flat(x.detach()) for x in common.values() if (x.dtype, x.device) == kind]
-            part = -(-sum(map(len, mine)) // self._ranks)  # the part of the last rank may be shorter
-            begin, pieces = rank * part, list[Tensor]()
-            for x in mine:
-                pieces.append(x[max(0, begin) : max(0, begin + part)])
-                begin -= len(x)
-            whole = torch.cat(pieces)
-            kept[f"{_SHARD}{number} {kind[0]} {kind[1]}"] = torch.cat([whole, whole.new_zeros(part - len(whole))])
-        return kept
-
-    def unshard(self, kept: State) -> State:
-        z = {n: x for n, x in kept.items() if not n.startswith(_SHARD)}
-        for name, part in kept.items():
-            if name.startswith(_SHARD):
-                whole = part.new_empty(len(part) * self._ranks)
-                dist.all_gather(list(whole.split(len(part))), part.contiguous(), group=self._group)
-                begin, kind = 0, (part.dtype, part.device)
-                for n, shape, strides, dtype, device in self._layouts[int(name[len(_SHARD) :].split()[0])]:
-                    if (dtype, device) == kind:
-                        size = shape.numel()
-                        z[n] = _unflat(whole[begin : begin + size], shape, strides)
-                        begin += size
-        return z
+    def join_parts(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(len(part) * self._ranks)
+        dist.all_gather(list(whole.split(len(part))), part.contiguous(), group=self._group)
+        return whole
 
     def gather(self, inputs: Sequence[Tensor], parts: Sequence[Tensor | None]) -> list[Tensor | None]:
         shared = [i for i, x in enumerate(inputs) if id(x) not in self._local]
@@ -166,20 +138,6 @@ class Group(Alone):
             )
         sums = iter(_sum(self._group, [parts[i] for i in shared], [inputs[i] for i in shared]) if shared else ())
         return [part if id(x) in self._local else next(sums) for x, part in zip(inputs, parts, strict=True)]
-
-
-def _flat(x: Tensor) -> Tensor:
-    """Return the entries of x in a row: in the order of its memory, if it has no gaps."""
-    return x.as_strided((x.numel(),), (1,)) if _is_dense(x.shape, x.stride()) else x.flatten()
-
-
-def _unflat(flat: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    return flat.as_strided(shape, strides) if _is_dense(shape, strides) else flat.view(shape)
-
-
-def _is_dense(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return span == shape.numel() and 0 not in strides
 
 
 def _fingerprint(x: Tensor) -> Tensor:

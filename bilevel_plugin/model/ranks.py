@@ -49,13 +49,13 @@ class Alone:
         """Return the gradients with respect to the inputs, from the contributions of this process."""
         return list(parts)
 
-    def shard(self, z: State, statistics: Sequence[str]) -> State:
-        """Return the part of a state that this process stores."""
-        return z
+    def part_of(self, size: int) -> range:
+        """Return which of so many numbers this process stores."""
+        return range(size)
 
-    def unshard(self, kept: State) -> State:
-        """Return the whole state, from the parts that the ranks store."""
-        return kept
+    def join_parts(self, part: Tensor) -> Tensor:
+        """Return all numbers, from the parts that the ranks store."""
+        return part
 
     def close(self) -> None:
         """Forget the group of processes."""

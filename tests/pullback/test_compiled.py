@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.engine.plan import fewest_reruns
+from bilevel_plugin.engine.schedule import fewest_reruns
 from bilevel_plugin.pullback import compiled
 
 DOUBLE = torch.float64

@@ -23,17 +23,15 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 from benchmarks.measure import live
-from bilevel_plugin.engine import plan, reverse
-from bilevel_plugin.engine.plan import (
-    Budget,
+from bilevel_plugin.engine import budget, reverse
+from bilevel_plugin.engine.budget import Budget, free, parse
+from bilevel_plugin.engine.schedule import (
     Keep,
     cost,
     fewest_reruns,
-    free,
     gaps_between,
     kept_online,
     least_missed,
-    parse,
     reruns,
     schedule,
     states_for_sqrt,
@@ -236,7 +234,7 @@ def kept_as_it_was(loop: bilevel.Loop) -> int:
 
     Only the tape knows: the plan counts the states, and does not say which they are.
     """
-    return int(0 in loop._tape._saved)
+    return int(0 in loop._tape.states.saved)
 
 
 @settings(max_examples=20)
@@ -411,7 +409,7 @@ def test_what_is_free_is_what_the_system_and_the_container_leave(monkeypatch: py
             raise FileNotFoundError(path)
         return io.StringIO(files[path])
 
-    monkeypatch.setattr(plan, "open", opened, raising=False)
+    monkeypatch.setattr(budget, "open", opened, raising=False)
     cpu = torch.device("cpu")
     assert free(cpu) == 800 * 1024
     files |= {f"{group}max": "max\n", f"{group}current": "100000\n"}

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
 
 Room = Callable[[int, int], tuple[int, int]]  # (steps ahead, states held) -> graphs at once, further states
 
@@ -151,75 +147,7 @@ def states_for_sqrt(steps: int) -> int:
     return math.isqrt(max(1, math.ceil(2.56 * steps) - 1)) + 1
 
 
-@dataclass
-class Budget:
-    """How many graphs and states fit in memory, given the bytes of each.
-
-    `pull` is the memory of one pullback, if no graphs are kept. Then graphs are not counted.
-    """
-
-    memory: int
-    graph: int
-    state: int
-    pull: int = 0
-    whole: int = 0  # bytes of a whole state, if each rank stores a part of it
-
-    def graphs(self, states: int) -> int:
-        """Return how many graphs fit beside so many states."""
-        left = self.memory - self.aside - states * self.state
-        return left // self.graph if not self.pull else int(left >= 0)
-
-    def states(self, graphs: int) -> int:
-        """Return how many states fit beside so many graphs."""
-        return (self.memory - self.aside - (0 if self.pull else graphs * self.graph)) // self.state
-
-    @property
-    def aside(self) -> int:
-        """The memory for the rest: the graph of the outer loss, adjoints, and what a pullback allocates.
-
-        If no graphs are kept, there are eight states besides: w_0 and z_K, which the loop holds, two adjoints, the last
-        state of the sweep, and those that exist only while a step is run again.
-        """
-        whole = self.whole or self.state
-        return self.pull + 8 * whole if self.pull else 2 * self.graph + 4 * whole
-
-    def fits(self, graphs: int, states: int) -> bool:
-        return graphs <= self.graphs(states)
-
-    def room(self, steps: int, held: int, bought: int = 0) -> tuple[int, int]:
-        """Return the cheapest split of the remaining memory, as numbers of graphs and of further states.
-
-        Memory that is allocated for states stays theirs, also when fewer states are held.
-        """
-        most = max(1, min(steps, self.graphs(max(held, bought))))
-
-        def slots(graphs: int) -> int:
-            return max(0, self.states(graphs) - held)
-
-        best = min(_powers(most), key=lambda m: (gap_cost(steps, 1 + slots(m), m), m))
-        return best, slots(best)
-
-    def graphs_at_once(self, steps: int, least: int) -> int:
-        """Return for how many graphs to leave room, at least `least`, if the states of so many steps do not all fit."""
-        most = max(1, least, min(steps, self.graphs(2)))
-        return min((m for m in _powers(most) if m >= least), key=lambda m: (self._estimate(steps, m), m), default=least)
-
-    def _estimate(self, steps: int, graphs: int) -> int:
-        pieces, states = -(-steps // graphs), max(1, self.states(graphs))
-        return 2 * graphs * fewest_reruns(pieces, states) + (steps - pieces)
-
-    def check(self) -> None:
-        if not self.fits(1, 2):
-            least = self.aside + 2 * self.state + (0 if self.pull else self.graph)
-            step = f"going back over one step takes {self.pull}" if self.pull else f"the graph of one has {self.graph}"
-            raise ValueError(
-                f"bilevel.Reverse: memory={self.memory} bytes can't hold a loop of such steps: {step} bytes and a "
-                f"state has {self.state}, so it takes at least {least}. Give more, or smaller batches."
-            )
-
-
-def _powers(most: int) -> set[int]:
-    return {most, *(2**i for i in range(most.bit_length()))}
+# --- what the user sees of it ---
 
 
 class Folder(NamedTuple):
@@ -260,48 +188,3 @@ class Plan(NamedTuple):
             f"{self.steps} steps: {self.graphs} graphs and {self.states} states are kept,{size} "
             f"{self.reruns} steps will be run again"
         )
-
-
-def parse(memory: int | str) -> int | None:
-    """Return the number of bytes, or None for "auto"."""
-    if memory == "auto":
-        return None
-    units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(|[kmg]i?)b?\s*", str(memory).lower())
-    if match is None or not float(match[1]):
-        raise ValueError(
-            f"bilevel.Reverse: memory must be a number of bytes, a size like '2GiB' or '500 MB', or 'auto', "
-            f"got {memory!r}."
-        )
-    return int(float(match[1]) * units[match[2]])
-
-
-def free(device: torch.device) -> int:
-    """Return the bytes that are free on the device."""
-    if device.type == "cpu":
-        return min(_host_free(), _container_free())
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    raise ValueError(
-        f"bilevel.Reverse: how much memory is free on {device.type!r} is not known here. Give memory in bytes."
-    )
-
-
-def _host_free() -> int:
-    try:
-        with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        raise ValueError(
-            "bilevel.Reverse: how much memory is free is not known on this system. Give memory in bytes."
-        ) from None
-
-
-def _container_free() -> int:
-    """Return the bytes that are free below the limit of a container."""
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            return int(limit.read()) - int(used.read())
-    except (OSError, ValueError):  # no limit: there is no such file, or it says "max"
-        return 2**63
