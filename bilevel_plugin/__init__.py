@@ -18,7 +18,7 @@ from .step.fetching import fetched
 from .step.record import RecordedStep
 from .step.step import LossMonitor, Moved, Step
 from .update.direction import clip_norm, clip_value
-from .update.formulas import optimizer_rule
+from .update.registry import optimizer_rule
 from .update.schedules import constant, convergent, power
 from .update.solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
 from .update.update import Update

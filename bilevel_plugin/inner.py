@@ -22,9 +22,11 @@ from .model.model import Binding
 from .model.tasks import TaskBinding
 from .update import solvers
 from .update.direction import Transform, checked_direction, resolve_clip
-from .update.formulas import Formula
+from .update.optimizer import OptimizerRule
+from .update.registry import Formula
 from .update.solvers import Rate, StepRule
-from .update.update import DescentRule, OptimizerRule, UpdateRule, resolve_optimizer
+from .update.update import DescentRule, UpdateRule
+from .update.watch import resolve_optimizer
 
 if TYPE_CHECKING:  # not every build of torch has it
     from torch.distributed import ProcessGroup

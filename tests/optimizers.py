@@ -410,6 +410,24 @@ def learnable(case: Case, option: str, place: int | None, engine: str, zero: boo
     return "right" if right else "wrong", f"{got} for {true}"
 
 
+def same_state(ours_of: torch.optim.Optimizer, theirs_of: torch.optim.Optimizer) -> None:
+    """The two optimizers have the same groups and the same state."""
+    ours, theirs = ours_of.state_dict(), theirs_of.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for i, state in theirs["state"].items():
+        assert ours["state"][i].keys() == state.keys()
+        for key, value in state.items():
+            got = ours["state"][i][key]
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-14, msg=f"{key}: {got} is not {value}")
+                assert not got.requires_grad
+                assert got.grad_fn is None
+            else:
+                assert got == value
+                assert type(got) is type(value)
+
+
 # The table: the same problems through higher and TorchOpt
 
 KERNELS = ("foreach", "fused")  # options that choose a kernel, not a rule

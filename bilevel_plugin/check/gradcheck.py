@@ -28,7 +28,8 @@ from ..model.model import Binding
 from ..step.record import Conditions
 from ..step.step import Step, Term
 from ..update.solvers import resolve as resolve_solver
-from ..update.update import Descent, resolve_optimizer
+from ..update.update import Descent
+from ..update.watch import resolve_optimizer
 from .sentinel import TOLERANCE, NotChecked, Probe
 
 
