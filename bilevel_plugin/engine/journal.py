@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 
 _HEAD = b"bilevel_plugin sweep, version 1\n"
 

@@ -13,7 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..autograd.graph import Gradients, State, Traced, as_leaves, graph_bytes, is_finite, peak_bytes, tensors_of
+from ..autograd.bytes import graph_bytes, peak_bytes
+from ..autograd.derive import Gradients, Traced, is_finite
+from ..autograd.trees import State, as_leaves, tensors_of
 from ..kernels.replace import full_precision
 from ..model.model import Binding
 from ..pullback import PULLBACKS, BlockByBlock, Pull, Which

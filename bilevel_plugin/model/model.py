@@ -28,17 +28,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..autograd.graph import (
-    DerivativeWarning,
-    FirstLook,
-    State,
-    as_leaves,
-    map_tensors,
-    same_bits,
-    sequence_number,
-    tensors_of,
-    without_hooks,
-)
+from ..autograd.derive import without_hooks
+from ..autograd.graph import sequence_number
+from ..autograd.look import FirstLook
+from ..autograd.missing import DerivativeWarning
+from ..autograd.trees import State, as_leaves, map_tensors, same_bits, tensors_of
 from ..kernels.replace import (
     EXCLUSIVE,
     FIRST_ORDER,

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from .model import Binding
 
 _SHARD = "shard of layout "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import State, tensors_of
+from ..autograd.trees import State, tensors_of
 from ..kernels.replace import is_stopped, stop_gradient
 from .model import AUX, Binding, InnerProblem, Inside
 

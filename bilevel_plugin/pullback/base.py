@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..autograd.graph import State, vjp
+from ..autograd.derive import vjp
+from ..autograd.trees import State
 from ..model.model import Inside
 from ..step.conditions import undisturbed
 from ..step.step import Evaluated, Step, statistics_under_checkpointing

@@ -28,7 +28,11 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import State, explained, grad, hooks_on_saved, leaf_of, nodes, norm, sequence_number
+from ..autograd.derive import grad, norm
+from ..autograd.graph import leaf_of, nodes, sequence_number
+from ..autograd.look import hooks_on_saved
+from ..autograd.missing import explained
+from ..autograd.trees import State
 from ..kernels.replace import full_precision
 from ..model.losses import code_of
 from ..model.model import Inside

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..step.step import Step
 from ..update.update import add
 from .base import Pull, Pulled, direction_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..step.conditions import set_modes
 from ..step.step import Step
 from ..update.update import add, weight_of

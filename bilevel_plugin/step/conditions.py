@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.graph import same_bits
+from ..autograd.trees import same_bits
 from ..model.model import Binding
 
 RandomStates = dict[object, Any]  # by device (None is the host), "python" and "numpy"

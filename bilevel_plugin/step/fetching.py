@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from ..autograd.graph import tensors_of
+from ..autograd.trees import tensors_of
 
 _SAMPLED = 1009  # the number of entries of a tensor on a device that go into a checksum
 

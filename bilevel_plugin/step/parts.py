@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..kernels.replace import EXCLUSIVE
 from ..model.losses import Loss
 from ..model.model import Binding

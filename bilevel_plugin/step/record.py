@@ -16,19 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.graph import (
-    GRAPH_TO_WEIGHTS,
-    Gradients,
-    Pairs,
-    State,
-    Traced,
-    find_leaves,
-    norm,
-    reads_since,
-    same_bits,
-    sequence_number,
-    tensors_of,
-)
+from ..autograd.derive import Gradients, Traced, norm
+from ..autograd.graph import GRAPH_TO_WEIGHTS, find_leaves, reads_since, sequence_number
+from ..autograd.trees import Pairs, State, same_bits, tensors_of
 from ..kernels.replace import EXCLUSIVE
 from ..model.losses import code_of, evaluating_loss
 from ..model.model import OWNER, Binding

@@ -13,7 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, explained, find_leaves, grad, same_bits
+from ..autograd.derive import grad
+from ..autograd.graph import find_leaves
+from ..autograd.missing import explained
+from ..autograd.trees import State, same_bits
 from ..kernels.replace import full_precision, is_stopped
 from ..model.losses import Loss
 from ..model.model import Binding, InnerProblem, Inside

@@ -22,7 +22,8 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
 
-from ..autograd.graph import State, grad, map_tensors
+from ..autograd.derive import grad
+from ..autograd.trees import State, map_tensors
 from .formulas import RULES, Formula, Rule, Tensors, is_on, rule_of
 from .solvers import Rate, Value, evaluate
 

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.autograd.graph import peak_bytes
+from bilevel_plugin.autograd.bytes import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("double")
 
