@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 import bilevel_plugin as bilevel
-from bilevel_plugin import attention as chunks
+from bilevel_plugin.kernels import attention as chunks
 from bilevel_plugin.kernels.replace import twice_differentiable
 from bilevel_recipes.runs import write_page
 

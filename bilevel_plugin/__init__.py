@@ -8,7 +8,8 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
     grad = loop.hypergrad(lam)
 """
 
-from .autograd.graph import Gradients, State, Traced, as_leaves
+from .autograd.derive import Gradients, Traced
+from .autograd.trees import State, as_leaves
 from .check.gradcheck import gradcheck
 from .check.sentinel import DerivativeWarning
 from .engine import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll

@@ -12,23 +12,10 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from .autograd.graph import (
-    Gradients,
-    Pairs,
-    State,
-    Traced,
-    as_leaves,
-    cut_graph,
-    explained,
-    find_leaves,
-    has_older_nodes,
-    is_finite,
-    reaches,
-    sequence_number,
-    tensors_of,
-    vjp,
-    without_hooks,
-)  # fmt: skip
+from .autograd.derive import Gradients, Traced, is_finite, vjp, without_hooks
+from .autograd.graph import find_leaves, has_older_nodes, reaches, sequence_number
+from .autograd.missing import explained
+from .autograd.trees import Pairs, State, as_leaves, cut_graph, tensors_of
 from .check.sentinel import Sentinel
 from .engine import Engine
 from .engine.base import End, OuterLoss

@@ -82,7 +82,7 @@ def transformers():
 @pytest.fixture
 def blocks():
     """For tests of `Reverse(blocks=…)`."""
-    from bilevel_plugin.autograd.graph import hooks_on_saved
+    from bilevel_plugin.autograd.look import hooks_on_saved
 
     if hooks_on_saved is None:
         pytest.skip(f"torch {torch.__version__} does not tell of hooks on saved tensors, so that blocks= is off")

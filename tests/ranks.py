@@ -12,7 +12,7 @@ from contract import ROOM
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.autograd.graph import hooks_on_saved
+from bilevel_plugin.autograd.look import hooks_on_saved
 
 SAMPLES, STEPS = 12, 6
 

@@ -89,7 +89,11 @@ def test_an_upward_edge_is_found_whatever_way_it_is_written(tmp_path):
 
 
 TESTS = Path(__file__).parent
-TESTED_BY = {"engine/": "engine/test_every_engine.py", "pullback/": "pullback/test_every_pullback.py"}
+TESTED_BY = {
+    "autograd/": "autograd/test_graph.py",
+    "engine/": "engine/test_every_engine.py",
+    "pullback/": "pullback/test_every_pullback.py",
+}
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if not name.endswith("__init__")])

@@ -14,7 +14,7 @@ from problems import Ridge, Vector, differences, relative
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.autograd.graph import hooks_on_saved
+from bilevel_plugin.autograd.look import hooks_on_saved
 from bilevel_plugin.engine import ENGINES
 
 pytestmark = pytest.mark.usefixtures("double")

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..autograd.graph import State, find_leaves, map_tensors, tensors_of
+from ..autograd.graph import find_leaves
+from ..autograd.trees import State, map_tensors, tensors_of
 from ..inner import inner
 from ..loop import Inputs, as_tuple, flatten
 from ..model.losses import Loss

@@ -23,7 +23,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import DerivativeWarning, State, grad, leaves_read_since, map_tensors, sequence_number, tensors_of
+from ..autograd.derive import grad
+from ..autograd.graph import leaves_read_since, sequence_number
+from ..autograd.missing import DerivativeWarning
+from ..autograd.trees import State, map_tensors, tensors_of
 from ..engine.budget import free
 from ..kernels.replace import NORMALISATIONS, evaluating
 from ..model.losses import Loss, code_of

@@ -9,7 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..autograd.graph import Gradients, State, Traced, as_leaves
+from ..autograd.derive import Gradients, Traced
+from ..autograd.trees import State, as_leaves
 from ..step.record import RecordedStep
 from ..step.step import LossMonitor, Moved, Step
 from .schedule import Plan

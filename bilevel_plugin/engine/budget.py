@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..autograd.graph import Gradients, State, Traced, graph_bytes, peak_bytes
+from ..autograd.bytes import graph_bytes, peak_bytes
+from ..autograd.derive import Gradients, Traced
+from ..autograd.trees import State
 from ..kernels.replace import full_precision
 from ..pullback import Pull
 from ..step.record import RecordedStep

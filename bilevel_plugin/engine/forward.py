@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..autograd.graph import Gradients, Pairs, State, Traced, explained, grad, is_finite, nodes
+from ..autograd.derive import Gradients, Traced, grad, is_finite
+from ..autograd.graph import nodes
+from ..autograd.missing import explained
+from ..autograd.trees import Pairs, State
 from ..step.record import RecordedStep
 from ..step.step import LossMonitor, Moved
 from .base import End, Engine, Tape, refuse_create_graph

@@ -16,7 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..autograd.graph import Gradients, State, as_leaves, vjp
+from ..autograd.derive import Gradients, vjp
+from ..autograd.trees import State, as_leaves
 from ..step.record import RecordedStep
 from ..step.step import LossMonitor, Moved
 from .base import End, Engine, Tape, refuse_create_graph

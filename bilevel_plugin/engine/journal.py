@@ -18,7 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import Gradients, State, tensors_of
+from ..autograd.derive import Gradients
+from ..autograd.trees import State, tensors_of
 from ..step.record import RecordedStep
 from .base import OuterLoss
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..model.model import Binding
 
 Kind = tuple[torch.dtype, torch.device]

@@ -10,7 +10,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from ..autograd.graph import Gradients, State, as_leaves, is_finite
+from ..autograd.derive import Gradients, is_finite
+from ..autograd.trees import State, as_leaves
 from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
 from ..step.record import RecordedStep
 from ..step.step import LossMonitor, Moved, Step

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..autograd.graph import State, Traced, as_leaves
+from ..autograd.derive import Traced
+from ..autograd.trees import State, as_leaves
 from ..step.record import RecordedStep
 from ..step.step import Moved
 from ..update.update import SUM

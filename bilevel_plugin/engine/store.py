@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from .layout import Layout, Shards, known
 
 _BUFFER = 32 * 2**20  # the largest size of a buffer in bytes, unless a single row is larger

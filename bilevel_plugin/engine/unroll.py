@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..autograd.graph import Gradients, State, explained, find_leaves, grad, is_finite
+from ..autograd.derive import Gradients, grad, is_finite
+from ..autograd.graph import find_leaves
+from ..autograd.missing import explained
+from ..autograd.trees import State
 from ..step.record import RecordedStep
 from ..step.step import LossMonitor, Moved
 from .base import End, Engine, Tape

@@ -9,17 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.graph import (
-    GRAPH_TO_WEIGHTS,
-    FirstLook,
-    Pairs,
-    State,
-    find_leaves,
-    map_tensors,
-    reaches,
-    reads_since,
-    tensors_of,
-)  # fmt: skip
+from ..autograd.graph import GRAPH_TO_WEIGHTS, find_leaves, reaches, reads_since
+from ..autograd.look import FirstLook
+from ..autograd.trees import Pairs, State, map_tensors, tensors_of
 from ..kernels.replace import LongAttention, PaddedEmbedding, TakingDirection
 from ..model.losses import Loss, code_of
 from ..model.model import Model

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from ..autograd.graph import DerivativeWarning, State, same_bits
+from ..autograd.missing import DerivativeWarning
+from ..autograd.trees import State, same_bits
 from ..model.model import Model
 
 

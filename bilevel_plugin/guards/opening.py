@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 
 
 def has_weight_norm(module: nn.Module) -> bool:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
-from ..autograd.graph import checkpointing, map_tensors
+from ..autograd.look import checkpointing
+from ..autograd.trees import map_tensors
 from .attention import MATH_KERNEL, attention
 
 T = TypeVar("T")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from .ranks import Alone
 
 _TAGS = 4096  # a bound on the tags, so that their sum over the ranks is exact

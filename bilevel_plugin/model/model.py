@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from ..autograd.graph import State, sequence_number, without_hooks
+from ..autograd.derive import without_hooks
+from ..autograd.graph import sequence_number
+from ..autograd.trees import State
 from ..autograd.weak import WeakTensors
 from ..kernels.replace import FIRST_ORDER, NORMALISATIONS, TakingDirection, evaluating, twice_differentiable
 from .losses import active_models

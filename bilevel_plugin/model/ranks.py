@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 
 
 class Alone:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..kernels.replace import EXCLUSIVE
 from .losses import evaluating_loss
 

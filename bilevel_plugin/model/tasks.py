@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import State, map_tensors, tensors_of
+from ..autograd.trees import State, map_tensors, tensors_of
 from ..kernels.replace import is_stopped, stop_gradient
 
 if TYPE_CHECKING:

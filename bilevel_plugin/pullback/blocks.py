@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ..autograd.graph import State, hooks_on_saved, norm
+from ..autograd.derive import norm
+from ..autograd.look import hooks_on_saved
+from ..autograd.trees import State
 from ..guards.held import warn_if_read
 from ..model.losses import code_of
 from ..model.model import Evaluation

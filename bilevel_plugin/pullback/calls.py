@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import explained, grad, leaf_of, nodes, sequence_number
+from ..autograd.derive import grad
+from ..autograd.graph import leaf_of, nodes, sequence_number
+from ..autograd.missing import explained
 from ..kernels.replace import full_precision
 from ..model.model import Evaluation
 from ..step.conditions import drawn_from, random_states, set_modes, set_random_states

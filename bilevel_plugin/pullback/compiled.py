@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
-from ..autograd.graph import State, as_leaves, map_tensors
+from ..autograd.trees import State, as_leaves, map_tensors
 from ..kernels.replace import NORMALISATIONS, TakingDirection
 from ..model.losses import Loss
 from ..model.model import Evaluation, Model

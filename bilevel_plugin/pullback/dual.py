@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from ..autograd.graph import hooks_on_saved
+from ..autograd.look import hooks_on_saved
 
 tangents_enabled = forward_ad._set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage]
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
-from ..autograd.graph import State, checkpointing
+from ..autograd.look import checkpointing
+from ..autograd.trees import State
 from ..kernels.replace import TakingDirection, full_precision
 from ..model.model import Evaluation
 from ..step.cotangent import Cotangent, PulledPiece

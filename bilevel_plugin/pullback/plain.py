@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..autograd.graph import State, vjp
+from ..autograd.derive import vjp
+from ..autograd.trees import State
 from ..guards.held import warn_if_read
 from ..model.model import Evaluation
 from ..step.cotangent import Cotangent, PulledPiece

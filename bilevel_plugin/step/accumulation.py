@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..update.update import SUM, PulledUpdate, Update
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.graph import same_bits
+from ..autograd.trees import same_bits
 from ..kernels.replace import EXCLUSIVE
 from ..model.model import Model
 

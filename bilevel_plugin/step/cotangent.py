@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..update.update import PulledUpdate, weight_of
 from .piece import Piece
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import default_collate
 
-from ..autograd.graph import tensors_of
+from ..autograd.trees import tensors_of
 from ..model.model import Model
 from .conditions import Conditions
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 
 
 class LossMonitor:

@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..autograd.graph import Pairs, State, explained, grad
+from ..autograd.derive import grad
+from ..autograd.missing import explained
+from ..autograd.trees import Pairs, State
 from ..guards.evaluation import as_aux, first_look, leaves_of_loss, writes_to_weight
 from ..kernels.replace import full_precision
 from ..model.losses import Loss, active_models, check_arguments, value_and_aux

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..autograd.graph import Pairs, State, tensors_of
+from ..autograd.trees import Pairs, State, tensors_of
 from ..model.model import Model
 from ..model.session import NESTED
 from .conditions import Conditions

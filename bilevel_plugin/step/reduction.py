@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..kernels.replace import EXCLUSIVE
 from ..model.losses import Loss
 from ..model.model import Model

@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..autograd.graph import Gradients, Pairs, State, Traced, find_leaves, sequence_number
+from ..autograd.derive import Gradients, Traced
+from ..autograd.graph import find_leaves, sequence_number
+from ..autograd.trees import Pairs, State
 from ..kernels.replace import full_precision
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of

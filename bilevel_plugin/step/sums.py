@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, same_bits, tensors_of
+from ..autograd.trees import State, same_bits, tensors_of
 from ..kernels.replace import is_stopped
 from ..model.model import Model
 from ..model.tasks import joined, joined_buffers, joined_results

@@ -9,7 +9,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, grad
+from ..autograd.derive import grad
+from ..autograd.trees import State
 from .solvers import Value
 from .update import PulledUpdate, Update, add
 

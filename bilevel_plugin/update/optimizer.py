@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, map_tensors
+from ..autograd.trees import State, map_tensors
 from . import formulas  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the rules of torch.optim)
 from .operations import is_on
 from .registry import Formula, Rule, Tensors, check_returned, rule_of

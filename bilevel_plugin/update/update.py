@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, grad
+from ..autograd.derive import grad
+from ..autograd.trees import State
 from .solvers import Rate, Value, evaluate
 
 CountOnce = Callable[[Tensor], Tensor]  # Binding.count_once_across_ranks

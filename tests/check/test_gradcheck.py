@@ -116,7 +116,7 @@ def test_rounding_is_undecided_not_wrong():
 
 def test_the_report_notices_a_wrong_engine(monkeypatch):
     """Were the engine wrong, gradcheck would say so."""
-    from bilevel_plugin.autograd.graph import Traced
+    from bilevel_plugin.autograd.derive import Traced
 
     model, h, g, lam, x, y = problem(nn.Tanh())
     right = Traced.vjp

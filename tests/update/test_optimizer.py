@@ -36,7 +36,7 @@ from problems import Vector, differences, hypergrad, refused, value
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.autograd.graph import peak_bytes
+from bilevel_plugin.autograd.bytes import peak_bytes
 
 pytestmark = pytest.mark.usefixtures("double")
 
