@@ -9,15 +9,15 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 """
 
 from .autograd.derive import Gradients, Traced
+from .autograd.missing import DerivativeWarning
 from .autograd.trees import State, as_leaves
 from .check.gradcheck import gradcheck
-from .check.sentinel import DerivativeWarning
-from .engine import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
+from .engine import CG, Engine, Forward, Neumann, OuterLoss, Reverse, Tape, Unroll
 from .inner import Loop, inner
 from .kernels.replace import stop_gradient
 from .step.fetching import fetched
-from .step.record import RecordedStep
-from .step.step import LossMonitor, Moved, Step
+from .step.step import Step
+from .step.traced import traced
 from .update.direction import clip_norm, clip_value
 from .update.registry import optimizer_rule
 from .update.schedules import constant, convergent, power
@@ -32,17 +32,14 @@ __all__ = [
     "GD",
     "BiGSAM",
     "DerivativeWarning",
-    "End",
     "Engine",
     "Forward",
     "Gradients",
     "Loop",
-    "LossMonitor",
-    "Moved",
     "Neumann",
+    "OuterLoss",
     "Penalty",
     "Rate",
-    "RecordedStep",
     "Reverse",
     "State",
     "Step",
@@ -64,4 +61,5 @@ __all__ = [
     "optimizer_rule",
     "power",
     "stop_gradient",
+    "traced",
 ]

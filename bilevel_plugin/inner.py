@@ -14,12 +14,17 @@ import torch
 from torch import nn
 
 from . import engine as engines
+from .autograd.trees import State
 from .engine import Engine
+from .guards.opening import inner_parameters, refuse_inference_mode, refuse_model, refuse_shared_memory
+from .inputs import Inputs, flatten
 from .kernels.replace import EXCLUSIVE
-from .loop import Check, Inputs, Loop, Losses, flatten
-from .model.losses import Loss
-from .model.model import Binding
-from .model.tasks import TaskBinding
+from .loop import Loop, Losses
+from .model.losses import Loss, evaluating_loss
+from .model.model import Model
+from .model.ranks import Alone
+from .model.tasks import Tasks
+from .run import Check, Run
 from .update import solvers
 from .update.direction import Transform, checked_direction, resolve_clip
 from .update.optimizer import OptimizerRule
@@ -173,37 +178,50 @@ class Inner:
                     "engine='reverse' takes any solver."
                 )
 
-    def _bind(self) -> tuple[Binding, UpdateRule]:
-        model, optimizers = self._model, self._optimizers
+    def _bind(self) -> tuple[Model, UpdateRule]:
+        """Return the model and the update of a new block, since both may have changed since the last one."""
+        engine, optimizers = self._engine, self._optimizers
         with EXCLUSIVE:  # the weights of another thread's loop may be in the model
-            if self._tasks is not None:
-                whole = self._engine.keeps_graphs or self._engine.traces_steps
-                binding = TaskBinding(model, optimizers, self._tasks, whole_graphs=whole)
-            elif self._group is not None:
-                from .model.ranks import ParallelBinding
-
-                group = self._group()
-                if group is None:
-                    raise RuntimeError("bilevel.inner: the group of processes has ended (destroy_process_group).")
-                own = not (self._engine.keeps_graphs or self._engine.traces_steps)
-                binding = ParallelBinding(model, optimizers, group, self._local, own_parameters=own)
-            else:
-                binding = Binding(model, optimizers, own_parameters=not self._engine.keeps_graphs)
-        once = binding.count_once_across_ranks
+            refuse_model(self._model)
+            parameters = inner_parameters(self._model, optimizers)
+            refuse_shared_memory(self._model, parameters)
+            tasks = None if self._tasks is None else Tasks(self._tasks, self._model, parameters)
+            swaps = self._group is not None and (engine.keeps_graphs or engine.traces_steps)
+            ranks = None if self._group is None else self._ranks(parameters, own=not swaps)
+            model = Model(
+                self._model, parameters, tasks, ranks, graphs_are_kept=engine.keeps_graphs, swaps=swaps
+            )
+        once, tasks = model.ranks.once, model.tasks
         if not optimizers and self._formula is None:
-            return binding, DescentRule(self._rate, once)
-        names = {p: n for n, p in binding.parameters.items()}
+            return model, DescentRule(self._rate, once)
+        names = {p: n for n, p in parameters.items()}
         rate = 1e-3 if self._formula is not None and self._rate is None else self._rate
-        rule = OptimizerRule(optimizers, self._formula, names, rate, once, binding.repeat_for_tasks, binding.vmapped)
-        return binding, rule
+        repeat = lambda x: tasks.repeat(once(x))  # noqa: E731
+        return model, OptimizerRule(optimizers, self._formula, names, rate, once, repeat, tasks.vmapped)
+
+    def _ranks(self, parameters: State, *, own: bool) -> Alone:
+        from .model.group import Group
+
+        group = None if self._group is None else self._group()
+        if group is None:
+            raise RuntimeError("bilevel.inner: the group of processes has ended (destroy_process_group).")
+        return Group(group, self._local, next(iter(parameters.values())), own=own)
 
     def __getattr__(self, name: str) -> Any:
         hint = f" Open the block first: with bilevel.inner(...) as loop: loop.{name}" if hasattr(Loop, name) else ""
         raise AttributeError(f"bilevel.inner: the block itself has no attribute {name!r}.{hint}")
 
     def __enter__(self) -> Loop:
-        binding, update = self._bind()  # bound anew, since the model may change between the calls of a decorator
-        loop = Loop(binding, self._losses, self._rule, update, self._direction, self._clip, self._engine, self._check)
+        refuse_inference_mode()
+        if evaluating_loss() and torch.is_grad_enabled() and self._engine.tape().replays:
+            raise RuntimeError(
+                f"bilevel.inner: a block inside of a loss has engine={type(self._engine).__name__}, whose result has "
+                "no graph that the loss could be differentiated through. Use engine='unroll' for it, or "
+                "torch.no_grad() around it if it is meant to be a constant."
+            )
+        model, update = self._bind()  # bound anew, since the model may change between the calls of a decorator
+        transforms = [t for t in (self._direction, self._clip) if t is not None]
+        loop = Loop(Run(model, self._losses, self._rule, update, transforms, self._engine, self._check))
         self._open[get_ident()].append(loop)
         return loop
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import End, Engine, Tape
+from .base import Engine, OuterLoss, Tape
 from .forward import Forward
 from .implicit import CG, Neumann
 from .reverse import Reverse
@@ -28,4 +28,4 @@ def resolve(engine: str | Engine) -> Engine:
     return ENGINES[engine]()
 
 
-__all__ = ["CG", "ENGINES", "End", "Engine", "Forward", "Neumann", "Reverse", "Tape", "Unroll", "resolve"]
+__all__ = ["CG", "ENGINES", "Engine", "Forward", "Neumann", "OuterLoss", "Reverse", "Tape", "Unroll", "resolve"]

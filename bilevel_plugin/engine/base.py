@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
 
 from torch import Tensor
 
 from ..autograd.derive import Gradients, Traced
-from ..autograd.trees import State, as_leaves
-from ..step.record import RecordedStep
-from ..step.step import LossMonitor, Moved, Step
+from ..autograd.trees import Pairs, State, as_leaves
+from ..step.monitor import LossMonitor
+from ..step.piece import Piece
+from ..step.step import Step
+from ..update.update import Update
 from .schedule import Plan
+
+T = TypeVar("T")
 
 
 class OuterLoss(ABC):
-    """An outer loss at the weights of some step: the part of its interface that a sweep needs."""
+    """An outer loss at the weights of some step."""
 
     leaves: Sequence[Tensor] = ()  # the outer variables that it uses directly; known after `pull`
-    cut: Sequence[tuple[Tensor, Tensor]] = ()  # tensors of its batch that require grad, and the leaf in place of each
+    cut: Pairs = []  # noqa: RUF012 (tensors of its batch that require grad, and the leaf in place of each)
+    is_function: bool = True  # whether it can be evaluated at another state
 
     @property
     def numbers(self) -> Sequence[Tensor]:
@@ -31,18 +35,9 @@ class OuterLoss(ABC):
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
         """Return ∇_z of the loss, and add its direct gradient for `inputs` (None: for every leaf) to the sums."""
 
-
-class End(OuterLoss):
-    """An outer loss at the current weights, with its graph."""
-
-    is_function: bool = True  # whether it can be evaluated at another state
-
     @abstractmethod
-    def traced(self, z: State | None = None) -> AbstractContextManager[Traced]:
-        """Return a context that yields the loss with its graph at z (None: at the last state)."""
-
-    def warn_of_buffers(self, value: Tensor) -> None:
-        """Warn if the loss uses a buffer that a step has changed by a rule that can't be differentiated."""
+    def traced(self, run: Callable[[Traced], T]) -> T:
+        """Return run(the loss with its graph), while the model holds its weights."""
 
     @abstractmethod
     def kept(self) -> OuterLoss:
@@ -56,7 +51,7 @@ class Engine(ABC):
 
     @property
     def keeps_graphs(self) -> bool:
-        """Whether graphs are kept after their step. Then weights are swapped in (see binding.py)."""
+        """Whether graphs are kept after their step. Then weights are swapped in (see model/model.py)."""
         return False
 
     @property
@@ -80,14 +75,14 @@ class Engine(ABC):
 
 
 class Tape(ABC):
-    """The record that an engine keeps of one inner loop."""
+    """The record that an engine keeps of one inner loop.
+
+    A step is open until it is closed. Its pieces come in one call of the user, or in several; between them, losses may
+    be added, and hypergradients taken.
+    """
 
     replays: ClassVar[bool] = True  # whether it records steps for a replay; if not, it keeps their whole graph
     reaches_start: bool = True  # whether the adjoint goes back to w_0
-
-    def make_step(self, *args: object) -> Step:
-        """Return the formula of a step."""
-        return Step(*args)  # pyright: ignore[reportArgumentType]
 
     def start(self, z: State, copies: State) -> State:
         """Return z_0, given tensors with a graph to the model, and read-only copies of some of them."""
@@ -98,24 +93,34 @@ class Tape(ABC):
         return ()
 
     @abstractmethod
-    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        """Take the step from z and record it. The next z is `to` of the result."""
+    def begin(self, step: Step, z: State, *, whole: bool) -> None:
+        """Record that a step begins at z. `whole`: the pieces that follow are all that it has."""
+
+    def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
+        """Evaluate pieces of the open step, and return the means of their losses."""
+        return step.evaluate(z, pieces, cut, monitor)
+
+    def close(self, step: Step, z: State, update: Update) -> State:
+        """Close the step, and return the next state."""
+        return step.close(z, update)
 
     @abstractmethod
-    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(
+        self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
         """Return the gradients of the scalar `end` for `inputs` (None: for every leaf), and the gradient for z_0.
 
         Without `end`, the scalar is the sum of the losses that were added.
         """
 
-    def add_loss(self, loss: End) -> None:
+    def add_loss(self, loss: OuterLoss) -> None:
         """Add a loss at the current state to the sum that `pull` differentiates."""
         raise ValueError(
             "bilevel.inner: this engine differentiates an outer loss at the last weights alone, and can't take losses "
             "of several steps (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
         )
 
-    def first_not_finite(self, end: End | None) -> str | None:
+    def first_not_finite(self, end: OuterLoss | None) -> str | None:
         """Return where the adjoint stops being finite on its way back, or None if that is not known."""
         return None
 

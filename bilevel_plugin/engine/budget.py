@@ -7,14 +7,16 @@ from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ..autograd.bytes import graph_bytes, peak_bytes
 from ..autograd.derive import Gradients, Traced
 from ..autograd.trees import State
 from ..kernels.replace import full_precision
 from ..pullback import Pull
-from ..step.record import RecordedStep
-from ..step.step import Moved
+from ..step.fetching import Fetched
+from ..step.step import Step
+from ..step.traced import trace
 from .schedule import Plan, fewest_reruns, gap_cost, gaps_between, least_missed
 from .states import States
 from .store import Store
@@ -106,15 +108,15 @@ class Measured(States):
         self._memory, self._pull = memory, pull
         self._sizes: dict[object, int] = {}  # the bytes of the graph of a step, or of its pullback, for each kind
 
-    def end(self, step: RecordedStep, z: State, moved: Moved) -> None:
-        if self.takes_graph:
-            self.graphs.append((self.count, Traced(moved.at, moved.to, step.cut, step.leaves)))
-        if self._update(step, z, moved) or self.takes_graph:
-            self.fit(step)
-        super().end(step, z, moved)
+    def end(self, step: Step, z: State, to: State, traced: Traced | None) -> None:
+        if traced is not None:
+            self.graphs.append((self.count, traced))
+        if self._update(step, z, to, traced) or self.takes_graph:
+            self.fit()
+        super().end(step, z, to, traced)
 
     @abstractmethod
-    def fit(self, step: RecordedStep) -> None:
+    def fit(self) -> None:
         """Drop graphs and states, or move them to the file, until the rest fits."""
 
     def plan(self) -> Plan:
@@ -123,25 +125,26 @@ class Measured(States):
             return plan
         return plan._replace(memory=budget.memory, graph=budget.graph, state=budget.state)
 
-    def _update(self, step: RecordedStep, z: State, moved: Moved) -> bool:
+    def _update(self, step: Step, z: State, to: State, traced: Traced | None) -> bool:
         """Update the budget by the size of this step, if it is the largest so far. Return whether it has changed."""
-        binding, old = step.step.binding, self.budget
-        whole, state = sum(x.nbytes for x in moved.to.values()), old.state if old else 0
+        old, shards = self.budget, self.store.shards
+        whole, state = sum(x.nbytes for x in to.values()), old.state if old else 0
         if old is None or whole > old.whole:
-            shards = self.store.shards
-            state = whole if shards is None else sum(x.nbytes for x in shards.cut(moved.to).values())
+            state = whole if shards is None else sum(x.nbytes for x in shards.cut(to).values())
         whole = max(whole, old.whole if old else 0)
-        unknown = step.kind not in self._sizes
-        if unknown and self.takes_graph:
-            self._sizes[step.kind] = whole + graph_bytes(moved.to, moved.at, step.tensors())
-            unknown = False
+        kind, unknown = kind_of(step), False
+        if kind not in self._sizes:
+            if traced is not None:
+                self._sizes[kind] = whole + graph_bytes(traced.to, traced.at, tensors_of_step(step))
+            else:
+                unknown = True
         memory = old.memory if old else parse(self._memory)
         if memory is None:
-            memory = free(next(iter(moved.to.values())).device) // 2
-        one_plan = binding.largest_on_any_rank  # all ranks must have the same plan
+            memory = free(next(iter(to.values())).device) // 2
+        one_plan = step.model.ranks.largest  # all ranks must have the same plan
         heaviest, least, unknown = one_plan(max(self._sizes.values(), default=0), -memory, int(unknown))
         if unknown:  # on some rank; only all ranks together can run a step again
-            self._sizes[step.kind] = self._measure(step, z, moved, whole)
+            self._sizes[kind] = self._measure(step, z, to, whole)
             (heaviest,) = one_plan(max(self._sizes.values()))
         if old is not None and (heaviest, state) == (old.graph, old.state):
             return False
@@ -149,21 +152,34 @@ class Measured(States):
         self.budget.check()
         return True
 
-    def _measure(self, step: RecordedStep, z: State, moved: Moved, whole: int) -> int:
+    def _measure(self, step: Step, z: State, to: State, whole: int) -> int:
         """Run the step again, and return the bytes of its graph, or of its pullback if graphs are not kept."""
         with torch.enable_grad(), full_precision():
-            if self._graphs:
-                traced = step.trace(z)
-                return whole + graph_bytes(traced.to, traced.at, step.tensors())
-            statistics = step.step.binding.statistics
-            a = {n: x.detach() for n, x in moved.to.items() if x.is_floating_point() and n not in statistics}
-            return max(1, peak_bytes(lambda: step.pull(z, a, step.leaves, Gradients(), self._pull)))  # 0 means graphs
+            if self._graphs and step.calls == 1:
+                traced = trace(step, z)
+                return whole + graph_bytes(traced.to, traced.at, tensors_of_step(step))
+            statistics = step.model.seen.statistics
+            a = {n: x.detach() for n, x in to.items() if x.is_floating_point() and n not in statistics}
+            return max(1, peak_bytes(lambda: step.pull(z, a, None, Gradients(), self._pull)))  # 0 means graphs
+
+
+def kind_of(step: Step) -> object:
+    """Return what steps with graphs of the same size have in common: the losses, on batches of the same shapes."""
+    fetched = [t.batch.source.shapes for p in step.pieces for t in p.terms if isinstance(t.batch, Fetched)]
+    names = tuple(t.name for p in step.pieces for t in p.terms)
+    return names, tuple(fetched), tuple((x.shape, x.dtype) for x in tensors_of_step(step))
+
+
+def tensors_of_step(step: Step) -> list[Tensor]:
+    """Return the tensors that a step was given besides its state."""
+    sealed = [x for piece in step.pieces for _, x, _ in piece.record.seals]
+    return [*sealed, *(x for piece in step.pieces for x in piece.buffers.values())]
 
 
 class Budgeted(Measured):
     """The graphs of the last steps, and the states of as many steps before them as fit."""
 
-    def fit(self, step: RecordedStep) -> None:
+    def fit(self) -> None:
         """Replace graphs by states, oldest first, until all fit. If no graph is left, a new state replaces another."""
         budget = self.budget
         assert budget is not None
@@ -174,7 +190,7 @@ class Budgeted(Measured):
                 self.saved[k] = self.store.keep(traced.at)
             else:
                 self.takes_graph = False
-                self.admit(k, step, traced.at)
+                self.admit(k, traced.at)
             del traced
         if not self.graphs:
             saved, end = sorted(self.saved), self.count + 1
@@ -183,10 +199,10 @@ class Budgeted(Measured):
                 self.drop(saved.pop(least_missed(gaps_between(saved, end), most, self.at_once)))
             self.store.shrink(most + 1)
 
-    def admit(self, k: int, step: RecordedStep, z: State) -> None:
+    def admit(self, k: int, z: State) -> None:
         if self.budget is not None and len(self.saved) >= (self.most(k + 1) or 0):
             self.at_once = self.budget.graphs_at_once(k + 1, self.at_once)
-        super().admit(k, step, z)
+        super().admit(k, z)
 
     def most(self, steps: int) -> int | None:
         return None if self.budget is None else max(2, self.budget.states(self.at_once))
@@ -200,7 +216,7 @@ class Budgeted(Measured):
 class InFolder(Measured):
     """The states of all steps: in memory as many as fit, and the others in the file."""
 
-    def fit(self, step: RecordedStep) -> None:
+    def fit(self) -> None:
         assert self.budget is not None
         most = self.store.most = max(0, self.budget.states(1))
         for k in [k for k, kept in self.saved.items() if isinstance(kept, dict)][most:]:

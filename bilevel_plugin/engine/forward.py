@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..autograd.derive import Gradients, Traced, grad, is_finite
+from ..autograd.derive import Gradients, grad, is_finite
 from ..autograd.graph import nodes
 from ..autograd.missing import explained
-from ..autograd.trees import Pairs, State
-from ..step.record import RecordedStep
-from ..step.step import LossMonitor, Moved
-from .base import End, Engine, Tape, refuse_create_graph
+from ..autograd.trees import Pairs, State, as_leaves
+from ..model.model import Evaluation
+from ..step.monitor import LossMonitor
+from ..step.piece import Found, Piece
+from ..step.step import Step
+from ..update.update import Update
+from .base import Engine, OuterLoss, Tape, refuse_create_graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +61,9 @@ class Forward(Engine):
         return _ForwardTape(self)
 
 
+Key = tuple[int, int]  # (outer tensor, element of it)
+
+
 class _ForwardTape(Tape):
     reaches_start = False
 
@@ -66,46 +73,103 @@ class _ForwardTape(Tape):
         self._followed: dict[int, Tensor] = {}  # the outer tensors with tangents, by id
         self._was_cut: set[int] = set()
         self._ignored: dict[int, Tensor] = {}
-        self._tangents: dict[tuple[int, int], State] = {}  # (outer tensor, element of it) -> ż
+        self._tangents: dict[Key, State] = {}  # ż, for each outer direction
+        self._of_direction: dict[Key, State] = {}  # ḋ of the open step, summed over its pieces so far
+        self._of_statistics: dict[Key, State] = {}  # ḃ after the last piece of the open step
         self._direct = Gradients()  # the direct gradients of the added losses
-        self._through: dict[tuple[int, int], Tensor] = {}  # ∇_z·ż of the added losses
+        self._through: dict[Key, Tensor] = {}  # ∇_z·ż of the added losses
 
-    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        return step.take(z, monitor, graph=True, within=lambda traced: self._push_tangents(traced, step.k))
+    def begin(self, step: Step, z: State, *, whole: bool) -> None:
+        self._of_direction, self._of_statistics = {}, {}
 
-    def _push_tangents(self, traced: Traced, k: int) -> None:
-        """Compute the tangents of z⁺ from those of z."""
-        sources = self._sources(traced)
-        moving = {n: x for n, x in traced.to.items() if x.requires_grad}
-        outs = list(moving.values())
-        # a·J·(ż, λ̇) is linear in a, and its derivative for a is J·(ż, λ̇). So two vjps make a jvp.
-        adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
-        at = {n: x for n, x in traced.at.items() if x.requires_grad}
-        ins = [*at.values(), *(x for _, x in sources)]
-        with torch.enable_grad(), explained(), _without_gaps(outs):
-            pulled = grad(outs, ins, adjoint, create_graph=True, retain_graph=True)
-        for (owner, element), tangent in self._tangents.items():
-            along = [tangent.get(n) for n in at]
-            along += [_unit_vector(x, element) if id(tensor) == owner else None for tensor, x in sources]
-            pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
-            pairs = [(p, v) for p, v in pairs if p.requires_grad]
-            new = _grad(pairs, adjoint)
-            new = {n: x.detach() for n, x in zip(moving, new, strict=True) if x is not None}
-            if outs[0].device.type == "cpu" and not is_finite(new.values()):
+    def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
+        before = copy.deepcopy((self._of_direction, self._of_statistics)) if step.pieces else ({}, {})
+        try:
+            return step.evaluate(z, pieces, cut, monitor, within=self._push_piece)
+        except BaseException:
+            self._of_direction, self._of_statistics = before  # the pieces of this call are dropped
+            raise
+
+    def _push_piece(self, piece: Piece, evaluation: Evaluation, found: Found) -> None:
+        """Add the tangents of the gradient of a piece to ḋ, and replace those of the statistics."""
+        row, count, statistics = piece.row, piece.model.tasks.count or 1, piece.model.seen.statistics
+        left = {n: x for n, x in found.left.items() if n in statistics}
+        at = {**evaluation.leaves, **evaluation.statistics}
+
+        def tangents(key: Key) -> list[Tensor | None]:
+            now = self._now(key)
+            return [now[n] if row is None else now[n][row] if n in now else None for n in at] if now else [None] * len(at)
+
+        sources = self._sources(piece.record.leaves, piece.record.cut)
+        for key, new in self._pushed({**found.direction, **left}, list(at.values()), tangents, sources).items():
+            direction, b = self._of_direction.setdefault(key, {}), self._of_statistics.setdefault(key, {})
+            for n, x in new.items():
+                if row is not None:
+                    x = torch.stack([x if i == row else torch.zeros_like(x) for i in range(count)])
+                replaced = n in left and not row  # the first task replaces what the piece before has left
+                into = b if n in left else direction
+                into[n] = x if replaced or n not in into else into[n] + x
+
+    def close(self, step: Step, z: State, update: Update) -> State:
+        assert step.open is not None
+        at, d = as_leaves(z), as_leaves(step.open.sums.direction)
+        to = step.close(z, update)
+        with torch.enable_grad():
+            outs = update(at, d)
+
+        def tangents(key: Key) -> list[Tensor | None]:
+            into = self._tangents[key], self._of_direction.get(key, {})
+            return [*(into[0].get(n) for n in at), *(into[1].get(n) for n in d)]
+
+        sources = self._sources(step.pieces[-1].record.leaves, [])
+        pushed = self._pushed(outs, [*at.values(), *d.values()], tangents, sources)
+        for key, new in pushed.items():
+            if next(iter(z.values())).device.type == "cpu" and not is_finite(new.values()):
                 raise FloatingPointError(
-                    f"bilevel.Forward: the tangent of the weights is not finite at step k = {k}. "
+                    f"bilevel.Forward: the tangent of the weights is not finite at step k = {step.k}. "
                     "A smaller rate may help."
                 )
-            self._tangents[owner, element] = new
+            self._tangents[key] = {**new, **self._of_statistics.get(key, {})}
+        self._of_direction, self._of_statistics = {}, {}
+        return to
 
-    def _sources(self, traced: Traced) -> Pairs:
-        """Return the outer tensors of this step, each with the tensor that replaces it in the graph."""
-        closed_over = [(x, x) for x in traced.leaves]
+    def _now(self, key: Key) -> State:
+        """Return the tangents of the state, with those of statistics that an open step has changed."""
+        return {**self._tangents[key], **self._of_statistics.get(key, {})}
+
+    def _pushed(
+        self, to: State, ins: list[Tensor], tangents: Callable[[Key], list[Tensor | None]], sources: Pairs
+    ) -> dict[Key, State]:
+        """Return the tangents of `to`, for each outer direction, from those of `ins` and of the sources."""
+        to = {n: x for n, x in to.items() if x.requires_grad}
+        tracked = [i for i, x in enumerate(ins) if x.requires_grad]
+        outs = list(to.values())
+        if not outs:
+            return {key: {} for key in self._tangents}
+        # a·J·(ż, λ̇) is linear in a, and its derivative for a is J·(ż, λ̇). So two vjps make a jvp.
+        adjoint = [torch.zeros_like(x, requires_grad=True) for x in outs]
+        inputs = [*(ins[i] for i in tracked), *(x for _, x in sources)]
+        with torch.enable_grad(), explained(), _without_gaps(outs):
+            pulled = grad(outs, inputs, adjoint, create_graph=True, retain_graph=True)
+        found: dict[Key, State] = {}
+        for key in self._tangents:
+            owner, element = key
+            given = tangents(key)
+            along = [given[i] for i in tracked]
+            along += [_unit_vector(x, element) if id(tensor) == owner else None for tensor, x in sources]
+            pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
+            new = _grad([(p, v) for p, v in pairs if p.requires_grad], adjoint)
+            found[key] = {n: x.detach() for n, x in zip(to, new, strict=True) if x is not None}
+        return found
+
+    def _sources(self, leaves: Sequence[Tensor], cut: Pairs) -> Pairs:
+        """Return the outer tensors of a piece or an update, each with the tensor that replaces it in the graph."""
+        closed_over = [(x, x) for x in leaves]
         if self._options.wrt is not None:
-            named = {id(x) for x in traced.leaves}
+            named = {id(x) for x in leaves}
             closed_over += [(x, x) for x in self._options.wrt if id(x) not in named]
         sources: Pairs = []
-        for tensor, stand_in in (*closed_over, *traced.cut):
+        for tensor, stand_in in (*closed_over, *cut):
             if self._wrt is not None and id(tensor) not in self._wrt:
                 self._ignored[id(tensor)] = tensor
                 continue
@@ -123,17 +187,19 @@ class _ForwardTape(Tape):
                 self._tangents.update({(id(tensor), j): {} for j in range(tensor.numel())})  # ż = 0 until now
         return sources
 
-    def add_loss(self, loss: End) -> None:
+    def add_loss(self, loss: OuterLoss) -> None:
         a = loss.pull(None, self._direct)
         if behind := [x for x in self._options.wrt or () if not x.is_leaf]:  # the call above is for leaves only
             loss.pull(behind, more := Gradients())  # what it finds for cut tensors is known
             for tensor, grad in more.direct.values():
                 self._direct.add(self._direct.direct, tensor, grad)
-        for key, tangent in self._tangents.items():
-            if (along := _dot(a, tangent)) is not None:
+        for key in self._tangents:
+            if (along := _dot(a, self._now(key))) is not None:
                 self._through[key] = self._through[key] + along if key in self._through else along
 
-    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(
+        self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         for x in inputs or ():
             if id(x) in self._ignored or not (x.is_leaf or id(x) in self._followed):
@@ -155,7 +221,7 @@ class _ForwardTape(Tape):
             total = torch.zeros_like(tensor).flatten()
             for j in range(tensor.numel()):
                 key = owner, j
-                along = self._through.get(key) if a is None else _dot(a, self._tangents[key])
+                along = self._through.get(key) if a is None else _dot(a, self._now(key))
                 if along is not None:
                     total[j] = along
             into = found.cut if owner in self._was_cut else found.direct

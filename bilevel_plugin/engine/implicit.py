@@ -16,11 +16,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..autograd.derive import Gradients, vjp
+from ..autograd.derive import Gradients, Traced, vjp
 from ..autograd.trees import State, as_leaves
-from ..step.record import RecordedStep
-from ..step.step import LossMonitor, Moved
-from .base import End, Engine, Tape, refuse_create_graph
+from ..step.step import Step
+from ..step.traced import traced
+from ..update.update import Update
+from .base import Engine, OuterLoss, Tape, refuse_create_graph
 
 Operator = Callable[[State], State]
 
@@ -144,21 +145,26 @@ class _ImplicitTape(Tape):
 
     def __init__(self, options: _Implicit) -> None:
         self._options = options
-        self._step: RecordedStep | None = None
+        self._step: Step | None = None
         self._last: State = {}
 
-    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        moved = step.take(z, monitor)
-        self._step, self._last = step, as_leaves(moved.to)
-        return moved
+    def begin(self, step: Step, z: State, *, whole: bool) -> None:
+        pass
 
-    def add_loss(self, loss: End) -> None:
+    def close(self, step: Step, z: State, update: Update) -> State:
+        to = step.close(z, update)
+        self._step, self._last = step, as_leaves(to)
+        return to
+
+    def add_loss(self, loss: OuterLoss) -> None:
         raise ValueError(
             f"bilevel.inner: engine={type(self._options).__name__} differentiates the fixed point of the steps, so it "
             "can't take losses at earlier weights (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
         )
 
-    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(
+        self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
         assert end is not None
         found = Gradients()
@@ -176,19 +182,21 @@ class _ImplicitTape(Tape):
         self._check_settled(found, other)
         return found, {}
 
-    def _at(self, step: RecordedStep, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
+    def _at(self, step: Step, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
         """Add a·(I − ∂Φ/∂z)⁻¹·∂Φ/∂λ at z to the sums, and return Φ(z)."""
-        with step.traced(z) as traced:
-            at = {n: x for n, x in traced.at.items() if x.requires_grad}
-            a = {n: a.get(n, torch.zeros_like(x)) for n, x in at.items()}
+
+        def run(found: Traced) -> State:
+            at = {n: x for n, x in found.at.items() if x.requires_grad}
 
             def pull(u: State) -> State:
-                grads = vjp(traced.to, u, list(at.values()))
+                grads = vjp(found.to, u, list(at.values()))
                 return {n: g for n, g in zip(at, grads, strict=True) if g is not None}
 
-            v = self._options.solve(pull, a)
-            traced.vjp(v, inputs, into)
-            return as_leaves({n: x.detach().clone() for n, x in traced.to.items()})
+            v = self._options.solve(pull, {n: a.get(n, torch.zeros_like(x)) for n, x in at.items()})
+            found.vjp(v, inputs, into)
+            return as_leaves({n: x.detach().clone() for n, x in found.to.items()})
+
+        return traced(step, z, run)
 
     def _check_settled(self, here: Gradients, ahead: Gradients) -> None:
         """Raise if the gradients change too much, each weighted by the size of its variable to have the unit of g."""

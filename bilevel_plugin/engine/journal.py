@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..autograd.derive import Gradients
 from ..autograd.trees import State, tensors_of
-from ..step.record import RecordedStep
+from ..step.step import Step
 from .base import OuterLoss
 
 _HEAD = b"bilevel_plugin sweep, version 1\n"
@@ -68,9 +68,7 @@ class Journal:
                 "at a time."
             )
         sums = [x if x is None else x.to(y.device) for x, y in zip(found["sums"], inputs, strict=True)]
-        # within an accumulation the adjoint has "name@grad", too, which the last state may lack
-        where = {n: like[n if n in like else n.rpartition("@")[0]].device for n in found["adjoint"]}
-        return Position(found["left"], {n: x.to(where[n]) for n, x in found["adjoint"].items()}, sums)
+        return Position(found["left"], {n: x.to(like[n].device) for n, x in found["adjoint"].items()}, sums)
 
     def write(self, position: Position) -> None:
         """Replace the file, if the last write was long enough ago."""
@@ -102,12 +100,12 @@ class Journal:
 
 
 def about(
-    steps: Mapping[int, RecordedStep],
+    steps: Mapping[int, Step],
     last: State,
     inputs: Sequence[Tensor] | None,
     found: Gradients,
     a: State,
-    losses: Mapping[int, Sequence[OuterLoss]],
+    losses: Mapping[tuple[int, int], Sequence[OuterLoss]],
 ) -> dict[str, str]:
     """Describe a sweep: its steps, its last state, its outer losses with their gradients, and what it is to find."""
     if inputs is None:
@@ -115,7 +113,8 @@ def about(
             "bilevel.Reverse: resume=True keeps sums for inputs that are named. Call loop.backward(inputs) or "
             "loop.hypergrad(inputs)."
         )
-    if found.cut or any(x.cut for x in (*steps.values(), *(loss for at in losses.values() for loss in at))):
+    records = [piece.record for step in steps.values() for piece in step.pieces]
+    if found.cut or any(x.cut for x in (*records, *(loss for at in losses.values() for loss in at))):
         raise ValueError(
             "bilevel.Reverse: resume=True, and a tensor of a batch requires grad: the graph behind it would be "
             "another one when the script is run again. Compute it inside h (or g), or set resume=False."
@@ -127,7 +126,7 @@ def about(
         "the shapes of the weights": str({n: tuple(x.shape) for n, x in last.items()}),
         "the shapes of the inputs": str([tuple(x.shape) for x in inputs]),
         "the numbers of the inputs": checksum(inputs),
-        "the first batch": checksum(tensors_of([t.batch for t in first.step.terms]) if first is not None else []),
+        "the first batch": checksum(tensors_of([t.batch for t in first.pieces[0].terms]) if first is not None else []),
         "the weights after the last step": checksum(last.values()),
         "the outer loss": checksum([*a.values(), *found.values()]),
         "the steps that have an outer loss": str(sorted(losses)),

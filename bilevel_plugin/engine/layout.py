@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.trees import State
-from ..model.model import Binding
+from ..model.model import Model
 
 Kind = tuple[torch.dtype, torch.device]
 _ALIGNED = 64  # flat tensors begin at multiples of this many bytes
@@ -80,17 +80,17 @@ class Layout:
 class Shards:
     """The parts of states that this process keeps: an equal part of what all ranks hold, and its own statistics."""
 
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._layouts: list[Layout] = []
 
     def cut(self, z: State) -> State:
         """Return the part of a state that is kept here."""
-        own = self._binding.statistics
+        own = self._model.seen.statistics
         layout = known(Layout.of({n: x for n, x in z.items() if n not in own}), self._layouts)
         kept = {n: x for n, x in z.items() if n in own}
         for i, (kind, size) in enumerate(layout.sizes.items()):
-            kept[f"{_PART}{self._layouts.index(layout)}.{i}"] = layout.part(z, kind, self._binding.part_of(size))
+            kept[f"{_PART}{self._layouts.index(layout)}.{i}"] = layout.part(z, kind, self._model.ranks.part_of(size))
         return kept
 
     def join(self, kept: State) -> State:
@@ -99,7 +99,7 @@ class Shards:
         if len(z) < len(kept):
             number, _, _ = next(n for n in kept if n.startswith(_PART)).removeprefix(_PART).partition(".")
             layout = self._layouts[int(number)]
-            parts = [self._binding.join_parts(kept[f"{_PART}{number}.{i}"]) for i in range(len(layout.sizes))]
+            parts = [self._model.ranks.join_parts(kept[f"{_PART}{number}.{i}"]) for i in range(len(layout.sizes))]
             z.update(layout.views(dict(zip(layout.sizes, parts, strict=True))))
         return z
 

@@ -11,18 +11,24 @@ from typing import Literal
 from torch import Tensor
 
 from ..autograd.derive import Gradients, is_finite
-from ..autograd.trees import State, as_leaves
+from ..autograd.trees import Pairs, State, as_leaves
 from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
-from ..step.record import RecordedStep
-from ..step.step import LossMonitor, Moved, Step
-from .base import End, Engine, OuterLoss, Tape, refuse_create_graph
+from ..step.ends import check_end
+from ..step.monitor import LossMonitor
+from ..step.piece import First, Piece
+from ..step.step import Step
+from ..step.sums import plus
+from ..step.traced import traced_at
+from ..update.update import Update
+from .base import Engine, OuterLoss, Tape, refuse_create_graph
 from .budget import Budgeted, InFolder, parse
 from .journal import Journal, Position, about
 from .schedule import Plan
-from .states import Every, Sqrt, States
+from .states import Sqrt, States
 from .store import Store
 
-Losses = Mapping[int, Sequence[OuterLoss]]
+Place = tuple[int, int]  # (the number of steps before it, the number of pieces of the next step before it)
+Losses = Mapping[Place, Sequence[OuterLoss]]
 
 
 def _is_path(place: str) -> bool:
@@ -148,70 +154,67 @@ class Reverse(Engine):
         if self.memory is not None:
             kind = InFolder if self.has_folder else Budgeted
             return kind(store, self.memory, pull, graphs=self.keeps_graphs)
-        if self.checkpoint == "sqrt":
-            return Sqrt(store)
-        if self.checkpoint == 1 and self.truncate is None and not self.has_folder:
-            return Every(store)
-        return States(store, self.checkpoint)
+        return Sqrt(store) if self.checkpoint == "sqrt" else States(store, self.checkpoint)
 
 
 class _ReverseTape(Tape):
     def __init__(self, options: Reverse) -> None:
         self._options = options
         self._pull: Pull = PULLBACKS["lean"]() if options.blocks is None else BlockByBlock(options.blocks)
+        self._first: First | None = None
         self.states = options.states(self._pull)
-        self._compiler = None
         if options.compile:
-            from ..pullback import compiled  # here, since torch's compiler takes a second to import
+            from ..pullback.compiled import Compiler  # here, since torch's compiler takes a second to import
 
-            self._compiler, self._pull = compiled.Compiler(), compiled.pull
-        self._steps: dict[int, RecordedStep] = {}
+            compiler = Compiler()
+            self._first, self._pull = compiler.first, compiler.pull
+        self._steps: dict[int, Step] = {}
         self._last: State = {}
-        self._count = 0
-        self._begins: list[int] = []  # the first recorded step of each step of the loop
-        self._losses: dict[int, list[OuterLoss]] = {}  # the added losses, by the number of recorded steps before them
+        self._losses: dict[Place, list[OuterLoss]] = {}  # the added losses
+        self._open: Step | None = None
 
     def start(self, z: State, copies: State) -> State:
         self.states.start = super().start(z, copies)
         return self.states.start
 
-    def make_step(self, *args: object) -> Step:
-        return super().make_step(*args) if self._compiler is None else self._compiler.step(*args)
-
     def plan(self) -> Plan:
         return self.states.plan()
 
-    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        k, graph = self._count, self.states.takes_graph
+    # --- the loop: keep what the sweep will need ---
+
+    def begin(self, step: Step, z: State, *, whole: bool) -> None:
+        if self.states.takes_graph and not whole:  # one graph of several batches would be too large
+            self.states.stop_graphs()
         self.states.begin(step, z)
-        moved = step.take(z, monitor, graph=graph)
-        self.states.end(step, z, moved)
-        self._last = moved.to = as_leaves(moved.to) if graph else moved.to
-        if k - 1 not in self._steps or self._steps[k - 1].k != step.k:
-            self._begins.append(k)
-        self._count += 1
+        self._open = step
+
+    def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
+        return step.evaluate(z, pieces, cut, monitor, graph=self.states.takes_graph, first=self._first)
+
+    def close(self, step: Step, z: State, update: Update) -> State:
+        graph, k = self.states.takes_graph, self.states.count
+        to = step.close(z, update, graph=graph)
+        self.states.end(step, z, to, traced_at(step, z, to) if graph else None)
         step.share_with(self._steps.get(k - 1))
-        self._steps[k] = step
-        if (first := self._first()) > 0:
+        self._steps[k], self._open, self._last = step, None, as_leaves(to)
+        if self._options.truncate is not None and (first := k + 1 - self._options.truncate) > 0:
             self.reaches_start = False
             needed = self.states.forget_before(first)
             for j in [j for j in self._steps if j < needed]:
                 del self._steps[j]
-        return moved
+        return self._last
 
-    def _first(self) -> int:
-        """The recorded step at which the sweep ends. A step of the loop may consist of several recorded steps."""
-        m = self._options.truncate
-        if m is not None and self._steps[self._count - 1].accumulates:  # the gradients so far of the next step
-            m += 1
-        return 0 if m is None or m >= len(self._begins) else self._begins[-m]
+    def add_loss(self, loss: OuterLoss) -> None:
+        pieces = 0 if self._open is None else len(self._open.pieces)
+        self._losses.setdefault((self.states.count, pieces), []).append(loss.kept())
 
-    def add_loss(self, loss: End) -> None:
-        self._losses.setdefault(self._count, []).append(loss.kept())
+    # --- the sweep: Alg. 2 ---
 
-    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(
+        self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
         refuse_create_graph(create_graph)
-        if end is None and min(self._losses) < self.states.first:
+        if end is None and min(self._losses)[0] < self.states.first:
             raise ValueError(
                 f"bilevel.Reverse: an outer loss was added before the last {self._options.truncate} steps, which are "
                 "all that truncate= goes back over. Leave out truncate= (checkpoint='sqrt' saves memory too), or add "
@@ -223,45 +226,46 @@ class _ReverseTape(Tape):
         return found, a
 
     def _sweep(
-        self, end: End | None, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
+        self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
     ) -> Iterator[tuple[str, State]]:
         """Yield each place of the sweep, as errors name it, and the adjoint there."""
-        adjoints = Store(rows=1)
-        losses: Losses = self._losses if end is None else {self._count: [end]}
+        states, open, count = self.states, self._open, self.states.count
+        losses: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
         a: State = {}
-        for loss in losses.get(self._count, ()):
-            a = _sum(a, loss.pull(inputs, found))
-        kept = adjoints.replace(None, a) if a else None
-        a = kept or a
+        if open is not None:  # it has changed no weight
+            a = open.pull(self._last or states.start, a, inputs, found, self._pull, losses=_between(losses, count)).adjoint
+        for loss in losses.get((count, 0), ()):
+            a = plus(a, loss.pull(inputs, found))
+        adjoints = Store(rows=1)
+        a = kept = adjoints.replace(None, a) if a else {}
         wanted = inputs if inputs is not None else self._all_leaves(losses)
-        left = min(self._count, max(losses) + 1)  # later steps have no part in the losses
+        left = min(count, max(k for k, _ in losses) + 1)  # later steps have no part in the losses
         journal = self._journal(inputs, found, a, losses) if resume else None
         if journal is not None and (position := journal.read(self._last, wanted)) is not None:
             left, a = position.left, position.adjoint
             found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
-        states = self.states
         after = states.store.fetch(states.saved[left]) if left in states.saved else {}
-        after = self._last if left == self._count else after
+        after = self._last if left == count else after
         yield "in the outer loss itself", a
         for k, z, traced in states.backwards(self._steps, left):
-            step, new = self._steps[k], a
-            if a and traced is not None:
+            step, between, new = self._steps[k], _between(losses, k), a
+            if traced is not None and a:
                 new = traced.vjp(a, wanted, found)
-            elif a:
-                pulled = step.pull(z, a, wanted, found, self._pull, after)
-                step.check_end(z, pulled, after)
+            elif a or between:
+                pulled = step.pull(z, a, wanted, found, self._pull, after, between)
+                check_end(step, z, pulled, after)
                 new = pulled.adjoint
                 del pulled
-            for loss in losses.get(k, ()):
-                new = _sum(new, loss.pull(wanted, found, z))
+            for loss in losses.get((k, 0), ()):
+                new = plus(new, loss.pull(wanted, found, z))
             after = z
             del traced, z  # before the next step's graph is made
             if new:
-                a = kept = adjoints.replace(kept, new)
+                a = kept = adjoints.replace(kept or None, new)
             del new
             if journal is not None:
                 journal.write(Position.of(k, a, wanted, found))
-            yield f"at step k = {step.k}{', or in the outer loss before it' if k in losses else ''}", a
+            yield f"at step k = {step.k}{', or in the outer loss before it' if (k, 0) in losses else ''}", a
         if journal is not None:
             journal.remove()
 
@@ -274,10 +278,11 @@ class _ReverseTape(Tape):
     def _all_leaves(self, losses: Losses) -> list[Tensor]:
         """Return the outer variables of all steps. If requires_grad was set late, earlier steps use that tensor too."""
         every = [x for at in losses.values() for loss in at for x in loss.leaves]
-        every += [x for step in self._steps.values() for x in step.leaves]
+        steps = [*self._steps.values(), *([self._open] if self._open else [])]
+        every += [x for step in steps for piece in step.pieces for x in piece.record.leaves]
         return list({id(x): x for x in every}.values())
 
-    def first_not_finite(self, end: End | None) -> str | None:
+    def first_not_finite(self, end: OuterLoss | None) -> str | None:
         found = Gradients()
         for where, a in self._sweep(end, None, found):
             if not is_finite([*a.values(), *found.values()]):
@@ -285,6 +290,6 @@ class _ReverseTape(Tape):
         return None
 
 
-def _sum(x: State, y: State) -> State:
-    """Return x + y, where a name that one of them lacks counts as 0."""
-    return {**x, **{n: x[n] + v if n in x else v for n, v in y.items()}}
+def _between(losses: Losses, k: int) -> dict[int, Sequence[OuterLoss]]:
+    """Return the losses between the pieces of step k, by the number of pieces before them."""
+    return {j: at for (i, j), at in losses.items() if i == k and j}

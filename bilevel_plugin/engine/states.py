@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 from ..autograd.derive import Traced
 from ..autograd.trees import State, as_leaves
-from ..step.record import RecordedStep
-from ..step.step import Moved
-from ..update.update import SUM
+from ..step.step import Step
+from ..step.traced import trace
 from .layout import Shards
 from .schedule import Folder, Keep, Plan, Sweep, gaps_between, least_missed, schedule, states_for_sqrt
 from .store import Kept, Store
 
-Steps = Mapping[int, RecordedStep]
+Steps = Mapping[int, Step]
 
 
 class Visit(NamedTuple):
@@ -48,22 +47,22 @@ class States:
 
     # --- while the loop runs ---
 
-    def begin(self, step: RecordedStep, z: State) -> None:
+    def begin(self, step: Step, z: State) -> None:
         """Store the state that the next step begins from, if it is to be stored."""
-        if self.store.shards is None and step.step.binding.shards:
-            self.store.shards = Shards(step.step.binding)
+        if self.store.shards is None and step.model.ranks.shards:
+            self.store.shards = Shards(step.model)
         if self.count in self.saved:  # left by a step that failed
             self.drop(self.count)
         if not self.takes_graph:
-            self.admit(self.count, step, z)
+            self.admit(self.count, z)
         self._started = time.perf_counter()
 
-    def end(self, step: RecordedStep, z: State, moved: Moved) -> None:
-        """Count the step, which has gone from z to `moved`."""
+    def end(self, step: Step, z: State, to: State, traced: Traced | None) -> None:
+        """Count the step, which has gone from z to `to`, with its graph if it was to be kept."""
         self._seconds += time.perf_counter() - self._started
         self.count += 1
 
-    def admit(self, k: int, step: RecordedStep, z: State) -> None:
+    def admit(self, k: int, z: State) -> None:
         """Store the state of the last step k. If there is no room, drop the state whose loss costs least."""
         if k % self.every and self.saved:
             return
@@ -80,15 +79,18 @@ class States:
             if before - len(saved) > 1:  # this room is for graphs, so rows must not take it
                 self.store.shrink(most + 1)
         whole = self.store.shards is None and self.store.file is None
-        self.saved[k] = z if z is self.start and whole else self.copied(step, z)
-
-    def copied(self, step: RecordedStep, z: State) -> Kept:
-        """Store a copy of the state of this step."""
-        return self.store.keep(z)
+        self.saved[k] = z if z is self.start and whole else self.store.keep(z)
 
     def drop(self, k: int) -> None:
         if (kept := self.saved.pop(k)) is not self.start:
             self.store.drop(kept)
+
+    def stop_graphs(self) -> None:
+        """Store the states of the steps whose graphs are stored, since the next step keeps none."""
+        self.takes_graph = False
+        while self.graphs:
+            k, traced = self.graphs.popleft()
+            self.admit(k, traced.at)
 
     def forget_before(self, first: int) -> int:
         """Drop what sweeps that end at this step do not need, and return the first step that they do need."""
@@ -146,41 +148,6 @@ class Sqrt(States):
         return states_for_sqrt(steps)
 
 
-class Every(States):
-    """The states of all steps, where those of accumulating steps share what such a step does not change.
-
-    It changes no weight, and its derivative does not use the sum that it adds to.
-    """
-
-    _before: RecordedStep | None = None
-
-    def end(self, step: RecordedStep, z: State, moved: Moved) -> None:
-        super().end(step, z, moved)
-        self._before = step
-
-    def copied(self, step: RecordedStep, z: State) -> Kept:
-        if self.store.shards is not None:
-            return super().copied(step, z)
-        rest = z if not step.accumulates else {n: x for n, x in z.items() if not n.endswith(SUM)}
-        before = self.saved[self.count - 1] if self._shares else {}
-        shared = before if isinstance(before, dict) else {}
-        moving = step.step.binding.moving
-        new = {n: x for n, x in rest.items() if n not in shared or n.endswith(SUM) or n in moving}
-        if not new:
-            return dict(shared)
-        return {**{n: x for n, x in shared.items() if n in rest}, **self.store.keep_in_memory(new)}
-
-    def drop(self, k: int) -> None:
-        if self._shares:  # another state uses its rows too
-            del self.saved[k]
-        else:
-            super().drop(k)
-
-    @property
-    def _shares(self) -> bool:
-        return self._before is not None and self._before.accumulates and self.store.shards is None
-
-
 # --- the way back ---
 
 
@@ -236,9 +203,10 @@ class _Return:
         z = self._reach(action.begin, action.at)
         graphs: list[tuple[State, Traced | None]] = []
         for k in range(action.at, action.end - 1):
-            traced = self._steps[k].trace(z)
-            graphs.append((traced.at, traced))
-            z = as_leaves(traced.to)
+            step = self._steps[k]
+            traced = None if step.calls > 1 else trace(step, z)  # one graph of several batches would be too large
+            graphs.append((z if traced is None else traced.at, traced))
+            z = as_leaves(step.replay(z) if traced is None else traced.to)
             del traced
         graphs.append((z, None))  # the last step is run again by its pullback
         del z

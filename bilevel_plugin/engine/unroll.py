@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..autograd.derive import Gradients, grad, is_finite
+from ..autograd.derive import Gradients, Traced, grad, is_finite
 from ..autograd.graph import find_leaves
 from ..autograd.missing import explained
-from ..autograd.trees import State
-from ..step.record import RecordedStep
-from ..step.step import LossMonitor, Moved
-from .base import End, Engine, Tape
+from ..autograd.trees import Pairs, State
+from ..step.monitor import LossMonitor
+from ..step.piece import Piece
+from ..step.step import Step
+from ..update.update import Update
+from .base import Engine, OuterLoss, Tape
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,43 +73,59 @@ class _UnrollTape(Tape):
     def start_of_graph(self) -> Sequence[Tensor]:
         return list(self._start.values())
 
-    def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        moved = step.take_with_whole_graph(z, monitor, self._losses_seen)
-        self._remember(moved.to)
-        return moved
+    def begin(self, step: Step, z: State, *, whole: bool) -> None:
+        pass
+
+    def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
+        return step.evaluate(z, pieces, cut, monitor, graph=True, known=self._losses_seen)
+
+    def close(self, step: Step, z: State, update: Update) -> State:
+        to = step.close(z, update, graph=True)
+        # A weight that does not change must be a new tensor in the next step. Otherwise the direction of that step
+        # would go back through this step, by a buffer that this step has changed.
+        to = {n: x.view_as(x) if x is z.get(n) and x.requires_grad else x for n, x in to.items()}
+        self._remember(to)
+        return to
 
     def _remember(self, z: State) -> None:
         self._edges.append([get_gradient_edge(x) for x in z.values() if x.requires_grad])
 
-    def add_loss(self, loss: End) -> None:
-        with self._value(loss) as value:
-            self._losses.append(value)
+    def add_loss(self, loss: OuterLoss) -> None:
+        self._losses.append(loss.traced(_value))
 
-    @contextmanager
-    def _value(self, end: End | None) -> Generator[Tensor]:
-        """Yield the scalar to differentiate, with its graph: the loss at the end, or the sum of the added losses."""
+    def _with(self, end: OuterLoss | None, run: Callable[[Tensor], T]) -> T:
+        """Return run(the scalar to differentiate): the loss at the end, or the sum of the added losses."""
         if end is None:
-            yield sum(self._losses[1:], self._losses[0])
-            return
-        with end.traced() as traced:
-            value = traced.to["g"] * traced.share if traced.share != 1 else traced.to["g"]
-            end.warn_of_buffers(value)
-            yield value
+            return run(sum(self._losses[1:], self._losses[0]))
+        return end.traced(lambda traced: run(_value(traced)))
 
-    def pull(self, end: End | None, inputs: Sequence[Tensor] | None, create_graph: bool) -> tuple[Gradients, State]:
+    def pull(
+        self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, create_graph: bool
+    ) -> tuple[Gradients, State]:
         found = Gradients()
-        with self._value(end) as loss, explained():
+
+        def run(loss: Tensor) -> None:
             wanted = find_leaves(loss, self._start.values())[0] if inputs is None else inputs
             if wanted:
-                grads = grad([loss], wanted, [None], retain_graph=True, create_graph=create_graph)
+                with explained():
+                    grads = grad([loss], wanted, [None], retain_graph=True, create_graph=create_graph)
                 for tensor, part in zip(wanted, grads, strict=True):
                     found.add(found.direct, tensor, part)
+
+        self._with(end, run)
         return found, {}  # z_0 has a graph to the model, so the gradients for what it was computed from are in `found`
 
-    def first_not_finite(self, end: End | None) -> str | None:
-        with self._value(end) as loss:
+    def first_not_finite(self, end: OuterLoss | None) -> str | None:
+        def run(loss: Tensor) -> str | None:
             for k, edges in reversed(list(enumerate(self._edges))):
                 grads = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
                 if not is_finite([g for g in grads if g is not None]):
                     return "in the outer loss itself" if k + 1 == len(self._edges) else f"at step k = {k + 1}"
-        return None
+            return None
+
+        return self._with(end, run)
+
+
+def _value(traced: Traced) -> Tensor:
+    """Return the value of an outer loss on this process, with its graph."""
+    return traced.to["g"] if traced.share == 1 else traced.to["g"] * traced.share

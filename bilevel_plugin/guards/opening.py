@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from ..autograd.trees import State
 
 
-def has_weight_norm(module: nn.Module) -> bool:
-    """Whether the module is torch's parametrization of weight_norm, or has torch's older hook for it."""
-    return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
-
-
 def refuse_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -146,3 +141,11 @@ def inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimize
                 "computes no .grad. Remove it, and write what it does to the gradient as direction=, a function of it."
             )
     return inner
+
+
+def refuse_inference_mode() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "bilevel.inner: torch.inference_mode is on, and nothing can be differentiated in it. Leave it for this "
+            "block; torch.no_grad is fine."
+        )

@@ -22,7 +22,6 @@ from ..model.losses import Loss
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
 from ..step.cotangent import Cotangent, PulledPiece
-from ..step.fetching import Fetched
 from ..step.piece import Found, Piece
 from . import lean
 
@@ -145,8 +144,7 @@ class Compiler:
         self._warned = False  # whether the user was warned that steps with micro= are not compiled
 
     def _is_known(self, piece: Piece) -> bool:
-        whole = all(t.share == 1 and not isinstance(t.batch, Fetched) for t in piece.terms)
-        return not self.disabled and whole and bool(piece.terms) and _kind(piece) in self._kinds
+        return not (self.disabled or piece.part) and bool(piece.terms) and _kind(piece) in self._kinds
 
     def first(self, piece: Piece, z: State) -> Found | None:
         """Evaluate a piece for the first time by compiled code, or eagerly if it is the first of its kind."""
@@ -175,7 +173,7 @@ class Compiler:
 
     def _examine(self, piece: Piece, before: list[bool]) -> None:
         model = piece.model
-        if any(t.share != 1 for t in piece.terms):
+        if piece.part:
             if not self._warned:
                 self._warned = True
                 warnings.warn(

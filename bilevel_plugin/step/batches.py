@@ -20,6 +20,13 @@ from torch.utils import _pytree as pytree
 Reduction = Literal["mean", "sum"]
 
 
+class Micro(NamedTuple):
+    """The number of parts of the batches of a step, and by the name of each loss whether it is a mean or a sum."""
+
+    parts: int
+    reductions: tuple[tuple[str, Reduction], ...]
+
+
 class Part(NamedTuple):
     """A part of a batch, and its share of the samples."""
 

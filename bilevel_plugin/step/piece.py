@@ -53,10 +53,16 @@ class Found:
     left: State  # the buffers as the losses have left them
 
 
+First = Callable[["Piece", State], Found | None]
+"""Another way to evaluate a piece for the first time; None if it does not apply to the piece"""
+
+
 class Piece:
     """Losses on a batch, at the weights of all tasks or of one (`row`), for all weights or for `only` some."""
 
-    __slots__ = ("_record", "buffers", "model", "only", "row", "runs_into_other_graphs", "seen", "terms")
+    __slots__ = (
+        "_record", "buffers", "hooks", "last", "model", "only", "part", "row", "runs_into_other_graphs", "seen", "terms",
+    )  # fmt: skip
 
     def __init__(
         self, model: Model, terms: Sequence[Term], only: frozenset[str] | None = None, row: int | None = None
@@ -65,6 +71,9 @@ class Piece:
         self.terms = tuple(t for t in terms if isinstance(t.weight, Tensor) or t.weight != 0)
         self.buffers: State = {}  # the buffers before it that are not part of the state
         self.runs_into_other_graphs = True  # whether a loss uses a tensor with a graph; known after the evaluation
+        self.part = False  # whether it is a part of a batch (micro=)
+        self.last = False  # whether it is the last one of a call
+        self.hooks: Callable[[State], State] | None = None  # what the gradient of the call goes through
         self.seen: Sequence[Tensor] | None = None  # the tensors that require grad in a compiled evaluation
         self._record: Record | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +12,37 @@ from torch import nn
 
 from ..autograd.trees import State
 from ..kernels.replace import EXCLUSIVE
-from ..model.losses import Loss
+from ..model.losses import Loss, code_of
 from ..model.model import Model
-from .batches import Reduction, choose, samples_of, split
-from .conditions import drawn_from, random_states, undisturbed
-from .piece import value_alone
+from .batches import Micro, Reduction, choose, samples_of, split
+from .conditions import Conditions, drawn_from, random_states, undisturbed
+from .piece import Term, value_alone
+
+
+def reductions_of(
+    known: dict[object, Reduction],
+    model: Model,
+    z: State,
+    buffers: State,
+    terms: Sequence[Term],
+    parts: int,
+    reduction: Reduction | None,
+) -> Micro:
+    """Return how losses are split into parts. Whether one is a mean or a sum is found out once, and `known` then."""
+    modes = tuple(m.training for m in model.modules)
+    found: list[tuple[str, Reduction]] = []
+    for t in terms:
+        key = t.name, code_of(t.loss), parts, reduction, modes
+        if (its := known.get(key)) is None:
+            its, where = reduction, (model, z, buffers, t.name, t.loss, t.given(), parts)
+            if reduction is not None:
+                refuse_batch_statistics(*where)
+            else:
+                its = find_reduction(*where, unit=Conditions(model).unit)
+            if its is not None:
+                known[key] = its
+        found.append((t.name, its or "mean"))  # a loss that is not finite is reported by the step
+    return Micro(parts, tuple(found))
 
 
 def find_reduction(

@@ -9,14 +9,15 @@ from piece to piece. The derivative is the same sum, read backwards:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..autograd.derive import Gradients, Traced
+from ..autograd.derive import Gradients
 from ..autograd.graph import find_leaves, sequence_number
 from ..autograd.trees import Pairs, State
 from ..kernels.replace import full_precision
@@ -26,25 +27,32 @@ from ..update.update import Update
 from .conditions import set_modes
 from .cotangent import Cotangent, Pull, Pulled
 from .monitor import LossMonitor
-from .piece import Found, Piece
+from .piece import First, Found, Piece
+from .record import holds_same_objects
 from .sums import Sums, plus, statistics_under_checkpointing
 
-T = TypeVar("T")
+
+
+class Pullable(Protocol):
+    """An outer loss, whose gradients are taken at a state."""
+
+    def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
+        """Return ∇_z of the loss, and add its direct gradients to the sums."""
+        ...
 
 
 @dataclass
 class Open:
-    """A step that is being taken: what its pieces have given so far, and how many calls of the user they were."""
+    """A step that is being taken: what its pieces have given so far."""
 
     sums: Sums
     buffers: State  # the buffers that are not part of the state
-    calls: int = 0
 
 
 class Step:
     """Φ_k: z ↦ z⁺ = Υ(z, Σ_i ∇ℓ_i), for all weights w or `only` some."""
 
-    __slots__ = ("directed", "k", "model", "moved", "only", "open", "pieces", "update")
+    __slots__ = ("calls", "directed", "k", "model", "moved", "only", "open", "pieces", "update")
 
     def __init__(self, k: int, model: Model, buffers: State, only: frozenset[str] | None = None) -> None:
         self.k, self.model, self.only = k, model, only
@@ -52,6 +60,7 @@ class Step:
         self.update: Update | None = None  # known when the step is closed
         self.directed: tuple[str, ...] = ()  # the weights that have a direction
         self.moved: tuple[str, ...] = ()  # the weights that the update has changed
+        self.calls = 0  # of the user, which have added pieces
         self.open: Open | None = Open(Sums(model), buffers)
 
     # --- the step is taken ---
@@ -65,7 +74,7 @@ class Step:
         *,
         graph: bool = False,
         known: set[object] | None = None,
-        first: Callable[[Piece, State], Found | None] | None = None,
+        first: First | None = None,
         within: Callable[[Piece, Evaluation, Found], None] | None = None,
     ) -> State:
         """Evaluate these pieces for the first time at z, add their gradients, and return the means of the losses.
@@ -87,7 +96,7 @@ class Step:
             if found is None:
                 found = piece.evaluate(at, use, graph=graph or within is not None, follow=graph or within is not None)
             piece.record.conditions.end_of_call()
-            whole = sums.add(piece, found, graph)
+            whole = sums.add(piece, found, graph=graph)
             if whole is not None:
                 rest = sums.pass_on(whole.left, at, buffers, several=several, graph=graph)
                 buffers = buffers if rest is None else rest
@@ -102,7 +111,8 @@ class Step:
             parts = {n: [part.get(n) for part in aux] for n in values}
             model.seen.aux.update({n: x if any(y is not None for y in x) else None for n, x in parts.items()})
         self.pieces += pieces
-        self.open = Open(sums, buffers, open.calls + 1)
+        self.calls += 1
+        self.open = Open(sums, buffers)
         return means
 
     def close(self, z: State, update: Update, *, graph: bool = False) -> State:
@@ -139,122 +149,117 @@ class Step:
                 use = _found if graph else _without_graph
                 found = piece.evaluate(sums.at(z), use, graph=graph, follow=graph)
             piece.record.check(found.values)
-            whole = sums.add(piece, found, graph)
+            whole = sums.add(piece, found, graph=graph)
             if whole is not None:
-                sums.take_statistics(whole.left, graph)
-        self._release()
+                sums.take_statistics(whole.left, graph=graph)
+        self.release()
         return sums
 
-    def replay(self, z: State) -> State:
-        """Run the step again from z, without a graph, and return the next state."""
-        return self._close_again(z, self.again(z), False)
-
-    def trace(self, z: State) -> Traced:
-        """Run the step again with a graph that outlives the call, which needs weights that are swapped in."""
-        return self.traced_at(z, self._close_again(z, self.again(z, graph=True), True))
-
-    def traced_at(self, z: State, to: State) -> Traced:
-        """Return the step from z to a state that has its graph."""
-        leaves = {id(x): x for piece in self.pieces for x in piece.record.leaves}
-        pairs = {id(x): (x, y) for piece in self.pieces for x, y in piece.record.cut}
-        return Traced(z, to, list(pairs.values()), list(leaves.values()))
-
-    def traced(self, z: State, run: Callable[[Traced], T]) -> T:
-        """Return run(the step from z with its graph), while the model holds its weights."""
-
-        def from_piece(i: int, sums: Sums, at: State) -> T:
-            if i == len(self.pieces):
-                traced = self.traced_at(at, self._close_again(at, sums, True))
-                return run(traced)
-            piece = self.pieces[i]
-
-            def use(evaluation: Evaluation, found: Found) -> T:
-                whole = sums.add(piece, found, True)
-                if whole is not None:
-                    sums.take_statistics(whole.left, True)
-                leaves = {} if piece.row is not None else {**evaluation.leaves, **evaluation.statistics}
-                return from_piece(i + 1, sums, {**leaves, **at} if i else {**at, **leaves})
-
-            with piece.record.repeating():
-                return piece.evaluate(sums.at(z), use, graph=True, follow=True)
-
-        try:
-            return from_piece(0, Sums(self.model), z)
-        finally:
-            self._release()
-
-    def _close_again(self, z: State, sums: Sums, graph: bool) -> State:
+    def close_again(self, z: State, sums: Sums, *, graph: bool = False) -> State:
+        """Apply the update to sums that were found again."""
         assert self.update is not None
         with full_precision(), torch.set_grad_enabled(graph):
             d = self.model.ranks.mean(sums.direction, self.model.parameters)
             to = self.update(z, d)
-        to = to if graph else {n: x.detach() for n, x in to.items()}
-        return {**to, **sums.statistics}
+        return {**(to if graph else {n: x.detach() for n, x in to.items()}), **sums.statistics}
 
-    def _release(self) -> None:
+    def replay(self, z: State) -> State:
+        """Run the step again from z, without a graph, and return the next state."""
+        return self.close_again(z, self.again(z))
+
+    def release(self) -> None:
+        """Forget batches that can be fetched again."""
         for piece in self.pieces:
             piece.release()
+
+    def share_with(self, before: Step | None) -> None:
+        """Share equal objects with the step before, since a loop may have thousands of steps."""
+        if before is not None:
+            for mine, its in zip(self.pieces, before.pieces, strict=False):
+                mine.share_with(its)
+            for name in ("update", "only", "directed", "moved"):
+                if holds_same_objects(held := getattr(before, name), getattr(self, name)):
+                    setattr(self, name, held)
 
     # --- the derivative ---
 
     def pull(
-        self, z: State, a: State, inputs: Sequence[Tensor] | None, into: Gradients, how: Pull, after: State | None = None
+        self,
+        z: State,
+        a: State,
+        inputs: Sequence[Tensor] | None,
+        into: Gradients,
+        how: Pull,
+        after: State | None = None,
+        losses: Mapping[int, Sequence[Pullable]] = MappingProxyType({}),
     ) -> Pulled:
         """Return a·∂Φ/∂z at z, and add a·∂Φ/∂λ to the sums, for `inputs` or for every leaf if None.
 
-        `how` computes ∇⟨∇ℓ_i, u⟩ of a piece. `after` is the state after the step, if it is known.
+        `how` computes ∇⟨∇ℓ_i, u⟩ of a piece. `after` is the state after the step, if it is known. `losses` are outer
+        losses between the pieces, by the number of pieces before them.
         """
-        model, statistics = self.model, self.model.seen.statistics
-        cotangent = Cotangent(self, z, a, after, self.pieces[-1].record.leaves if inputs is None else inputs)
-        before = self._statistics_before(z, cotangent)
-        adjoint_b = {n: a[n] for n in statistics if n in a}
+        statistics = self.model.seen.statistics
+        cotangent = Cotangent(self, z, a, after, self._wanted(inputs))
+        before = self._statistics_before(z, cotangent, bool(losses))
+        b = {n: a[n] for n in statistics if n in a}
         through: State = {}
-        new_b: State = {}
-        for piece, b in zip(reversed(self.pieces), reversed(before), strict=True):
+        through_b: State = {}
+        for i, piece in reversed(list(enumerate(self.pieces))):
+            for loss in losses.get(i + 1, ()):
+                found = loss.pull(inputs, into, {**z, **before[i + 1]})
+                b = plus(b, {n: x for n, x in found.items() if n in statistics})
+                through = plus(through, {n: x for n, x in found.items() if n not in statistics})
+            if self.update is None and not b:
+                continue  # the step is open, and nothing is differentiated through this piece
             record = piece.record
             wanted = record.leaves if inputs is None else inputs
             with record.repeating():
-                its_b = row_of(adjoint_b, piece.row)
-                found = how(piece, {**z, **b} if b else z, cotangent, its_b, [*(x for _, x in record.cut), *wanted])
-            record.check(found.values)
-            into.collect(record.cut, wanted, found.wanted)
-            for n, x in found.adjoint.items():
-                to = new_b if n in statistics else through
+                at, its_b = {**z, **before[i]} if before[i] else z, row_of(b, piece.row)
+                pulled = how(piece, at, cotangent, its_b, [*(x for _, x in record.cut), *wanted])
+            record.check(pulled.values)
+            into.collect(record.cut, wanted, pulled.wanted)
+            for n, x in pulled.adjoint.items():
+                to = through_b if n in statistics else through
                 if piece.row is not None:
                     to.setdefault(n, torch.zeros_like(z[n]))[piece.row] += x
                 else:
                     to[n] = to[n] + x if n in to else x
             if not piece.row:
-                kept = {n: x for n, x in adjoint_b.items() if n not in found.followed}
-                adjoint_b, new_b = {**kept, **new_b}, {}
-            del found
-        self._release()
-        return self._joined(cotangent, through, adjoint_b, inputs, into)
+                b, through_b = {**{n: x for n, x in b.items() if n not in pulled.followed}, **through_b}, {}
+            del pulled
+        self.release()
+        return self._joined(cotangent, through, b, inputs, into)
 
-    def _statistics_before(self, z: State, cotangent: Cotangent) -> list[State]:
-        """Return the statistics before each piece that the state at z lacks, and the direction if it is to be known."""
-        moving = any(n in self.model.seen.moving for n in self.model.seen.statistics)
+    def _wanted(self, inputs: Sequence[Tensor] | None) -> Sequence[Tensor]:
+        """Return the outer variables that the update is differentiated with respect to."""
+        return self.pieces[-1].record.leaves if inputs is None else inputs
+
+    def _statistics_before(self, z: State, cotangent: Cotangent, after: bool) -> list[State]:
+        """Return the statistics before each piece that z lacks, and after the last.
+
+        If they, or the direction, are not known, the pieces are evaluated again.
+        """
+        seen, n = self.model.seen, len(self.pieces)
         calls = sum(not piece.row for piece in self.pieces)
-        if len(self.pieces) > 1 and (cotangent.known is None or (moving and calls > 1)):
+        moving = bool(seen.moving) and (calls > 1 or after)
+        if moving or (n > 1 and cotangent.known is None):
             before: list[State] = []
             sums = self.again(z, before=before)
             if cotangent.known is None:
                 cotangent.note(sums.direction)
-            return before
-        return [{}] * len(self.pieces)
+            return [*before, sums.statistics]
+        return [{}] * (n + 1)
 
     def _joined(
         self, cotangent: Cotangent, through: State, b: State, inputs: Sequence[Tensor] | None, into: Gradients
     ) -> Pulled:
         """Return a·∂Υ/∂z + Σ ∇_w ⟨∇ℓ_i, u⟩, summed over the ranks for the weights, and the adjoint of the statistics."""
-        model = self.model
-        update = cotangent.update()
-        into.collect([], self.pieces[-1].record.leaves if inputs is None else inputs, update.wanted)
-        names = list(model.parameters)
-        weights = model.ranks.sum([through.pop(n, None) for n in names], list(model.parameters.values()))
+        model, update = self.model, cotangent.update()
+        into.collect([], self._wanted(inputs), update.wanted)
+        names, like = list(model.parameters), list(model.parameters.values())
+        weights = model.ranks.sum([through.pop(n, None) for n in names], like)
         through.update({n: x for n, x in zip(names, weights, strict=True) if x is not None})
-        statistics = model.seen.statistics
-        adjoint = {n: x for n, x in update.adjoint.items() if n not in statistics}
+        adjoint = {n: x for n, x in update.adjoint.items() if n not in model.seen.statistics}
         update.adjoint = {}
         return Pulled({**plus(adjoint, through), **b}, update.to, cotangent.direction)
 

@@ -32,7 +32,7 @@ class Sums:
         """Return the state that the next piece starts from."""
         return {**z, **self.statistics} if self.statistics else z
 
-    def add(self, piece: Piece, found: Found, graph: bool) -> Found | None:
+    def add(self, piece: Piece, found: Found, *, graph: bool) -> Found | None:
         """Add the direction of a piece. Tasks one after the other are joined: None is returned until the last."""
         model = self._model
         if piece.row is not None:
@@ -55,7 +55,7 @@ class Sums:
             self.direction = found.direction
         return found
 
-    def take_statistics(self, left: State, graph: bool) -> None:
+    def take_statistics(self, left: State, *, graph: bool) -> None:
         """Take the statistics from the buffers that a piece has left, with their graph if it is kept."""
         if left:
             names = self._model.seen.statistics
@@ -82,7 +82,7 @@ class Sums:
                         "derivative in the hypergradient. (.detach() drops that derivative.)"
                     )
                 seen.statistics += (n,)  # from now on the buffer is part of the state
-        self.take_statistics(left, graph)
+        self.take_statistics(left, graph=graph)
         for n, b in self.statistics.items():
             if n not in seen.moving and not is_same(b, z[n] if n in z else buffers[n]):
                 seen.moving.add(n)

@@ -1,0 +1,65 @@
+"""What kept graphs refer to must stay as it was: outer variables, and the tensors of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..autograd.trees import tensors_of
+from ..model.model import Model
+from ..model.session import NESTED
+
+_RECENT = 8  # a batch that one of so many tensors before it was is sampled once
+
+
+class Seals:
+    """The outer variables and batches of kept graphs, as they were when the graphs were made."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._variables: list[tuple[Tensor, int]] = []  # with their versions
+        self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # some entries of the tensors of batches
+
+    def note_variables(self, leaves: Iterable[Tensor]) -> None:
+        """Note the outer variables that a graph uses."""
+        known = {id(x) for x in (*(x for x, _ in self._variables), *self._model.parameters.values())}
+        self._variables += [(x, x._version) for x in leaves if id(x) not in known | NESTED]
+
+    def note_batch(self, k: int, name: str, batch: object) -> None:
+        """Note some entries of a batch, to notice changes that leave versions unchanged."""
+        known = {id(x) for _, _, x, _ in self._samples[-_RECENT:]}
+        for x in tensors_of(batch):
+            if id(x) not in known and x.device.type == "cpu" and x.layout == torch.strided and x.is_contiguous():
+                self._samples.append((k, name, x, _some_of(x)))
+
+    def check_variables(self) -> None:
+        """Refuse an outer variable that has changed since a graph used it."""
+        for x, version in self._variables:
+            if not x.requires_grad:
+                raise RuntimeError(
+                    f"bilevel.inner: requires_grad of an outer variable (shape {tuple(x.shape)}) was switched off in "
+                    "the block, and later steps would leave out its gradient. Leave it on, and .detach() it "
+                    "in the loss where it is meant to be a constant."
+                )
+            if x._version != version:
+                raise RuntimeError(
+                    f"bilevel.inner: an outer variable (shape {tuple(x.shape)}) was changed in place after a step used "
+                    "it. Take the hypergradient before changing it."
+                )
+
+    def check_batches(self) -> None:
+        """Refuse a batch that was refilled since a graph used it."""
+        for k, name, x, before in self._samples:
+            if not torch.equal(_some_of(x), before) and not bool(torch.isnan(before.double()).any()):
+                raise RuntimeError(
+                    f"bilevel.inner: a tensor in the batch of {name} (shape {tuple(x.shape)}) was changed after step "
+                    f"k = {k} used it (by NumPy, or through .data), and the graph of that step refers to it. Give each "
+                    "step a batch of its own, or take the hypergradient before refilling it."
+                )
+
+
+def _some_of(x: Tensor) -> Tensor:
+    flat = x.detach().view(-1)
+    return flat[:: max(1, len(flat) // 257)].clone()
