@@ -34,6 +34,7 @@ class Outer(NamedTuple):
     """An outer variable, and the leaves of a graph that stand for it."""
 
     variable: Tensor
+    value: Tensor  # in float64
     leaves: list[Tensor]
 
 
@@ -51,14 +52,14 @@ class Parts:
         grads = grad([value], inputs, [None]) if value.requires_grad else [None] * len(inputs)
         self._along = {name: float(g) for name, g in zip(self._t, grads, strict=False) if g is not None}
         rest = iter(grads[len(self._t) :])
-        for x, leaves in self._outer:
+        for x, value, leaves in self._outer:
             found = [g.detach().double() for _, g in zip(leaves, rest, strict=False) if g is not None]
-            self._grads[id(x)] = sum(found, torch.zeros_like(x, dtype=torch.float64, requires_grad=False))
+            self._grads[id(x)] = sum(found, torch.zeros_like(value))
 
     def compared(self, f: Function, here: Tensor, trained: Collection[str]) -> list[Compared]:
         """Compare the parts with differences of f, whose value is `here`; weights that nothing trains stay."""
-        still = {id(x): x.detach().double().clone() for x, _ in self._outer}
-        along = {id(x): _along(self._grads[id(x)], x) for x, _ in self._outer}
+        still = {id(x): value for x, value, _ in self._outer}
+        along = {key: _along(self._grads[key], value) for key, value in still.items()}
         sizes = {key: float((self._grads[key] * v).sum()) for key, v in along.items()}
         moving = {*trained, *self._along} & self._t.keys()
         in_weights = sum(self._along.values())
@@ -78,7 +79,7 @@ class Parts:
         result = [one(moving, (), in_weights, WEIGHTS)]
         # what was not read a second time is a leaf that the loss itself makes, as gradient penalties do
         parts = groups({key: size for key, size in sizes.items() if key in read})
-        names = {id(x): f"the outer variable of shape {tuple(x.shape)}" for x, _ in self._outer}
+        names = {id(x): f"the outer variable of shape {tuple(x.shape)}" for x, *_ in self._outer}
         for keys in parts:
             whole = one((), keys, sum(sizes[key] for key in keys), " and ".join(names[key] for key in keys))
             alone = (

@@ -40,7 +40,8 @@ class Onward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, a: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return a, ctx.v(a), None
+        with torch._C.DisableTorchFunction():  # pyright: ignore
+            return a, ctx.v(a), None
 
 
 class _Dot(torch.autograd.Function):
@@ -49,11 +50,13 @@ class _Dot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.held = v
-        return torch.dot(a.reshape(-1), v.to(a).reshape(-1))
+        with torch._C.DisableTorchFunction():  # pyright: ignore
+            return torch.dot(a.reshape(-1), v.to(a).reshape(-1))
 
     @staticmethod
     def backward(ctx: Any, b: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return b * ctx.held.to(b), None
+        with torch._C.DisableTorchFunction():  # pyright: ignore
+            return b * ctx.held.to(b), None
 
 
 def dot(a: Tensor, v: Tensor) -> Tensor:
@@ -66,12 +69,13 @@ class InFloat64(TorchFunctionMode):
 
     `instead` has what takes the place of a tensor, by its id: the weights, and the values of outer variables elsewhere.
     Any other leaf that requires grad gets a leaf of float64 as its stand-in, the same one in every operation, so that
-    a loss may differentiate with respect to it. `found` has the leaves with their stand-ins, by id.
+    a loss may differentiate with respect to it. `found` has the leaves with their stand-ins, by id. With `rows`, which
+    are (n, few), the stand-in of a leaf of n rows is that of its first few: it has an entry for each sample.
     """
 
-    def __init__(self, instead: dict[int, Tensor]) -> None:
+    def __init__(self, instead: dict[int, Tensor], rows: tuple[int, int] | None = None) -> None:
         super().__init__()
-        self._instead = instead
+        self._instead, self._rows = instead, rows
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self._stand_ins: set[int] = set()
         self.read: set[int] = set()  # the ids of what `instead` was taken for
@@ -89,7 +93,9 @@ class InFloat64(TorchFunctionMode):
             return self._instead[id(x)]
         if self.may_be_outer(x):
             if id(x) not in self.found:
-                self.found[id(x)] = x, x.detach().double().clone().requires_grad_()
+                n, few = self._rows or (-1, -1)
+                value = x.detach()[:few] if x.shape[:1] == (n,) else x.detach()
+                self.found[id(x)] = x, value.double().clone().requires_grad_()
                 self._stand_ins.add(id(self.found[id(x)][1]))
             return self.found[id(x)][1]
         return x.double() if x.dtype in LOW else x

@@ -57,11 +57,13 @@ class Evaluation:
         A variable stands for itself where a custom function reads it: that is no operation of torch.
         """
         stand_for = {id(stand_in): x for x, stand_in in self.mode.found.values()}
+        values = {id(x): stand_in.detach() for x, stand_in in self.mode.found.values()}
         found: dict[int, Outer] = {}
         for leaf in leaves_read_since(self.values, since):
             x = stand_for.get(id(leaf), leaf)
             if id(leaf) not in known and (x is not leaf or self.mode.may_be_outer(leaf)):
-                found.setdefault(id(x), Outer(x, [])).leaves.append(leaf)
+                value = values.get(id(x), x.detach().double())
+                found.setdefault(id(x), Outer(x, value, [])).leaves.append(leaf)
         return list(found.values())
 
 
@@ -73,6 +75,7 @@ class Probe:
         self._weights = {n: z[n].detach() for n in binding.parameters}
         self._buffers = as_float64({n: z[n] if n in z else buffers[n] for n in binding.buffers})
         self._moving: dict[str, Tensor] = {}  # of a weight with a gradient, the entries that have one
+        self.rows: tuple[int, int] | None = None  # (n, few): what has n entries, one for each sample, is cut to few
         self.cotangent: State = {}  # u, of the weights that it is not 0 for
 
     # --- evaluating ---
@@ -83,7 +86,7 @@ class Probe:
         copies = {n: b.clone() for n, b in self._buffers.items()}
         # the new weights replace the parameters in the model and elsewhere: in a closure, or in a list in a module
         instead = {id(p): weights[n] for n, p in binding.parameters.items()} if binding.own_parameters else {}
-        mode = InFloat64({**instead, **moved})
+        mode = InFloat64({**instead, **moved}, self.rows)
         NESTED.clear()
         with (
             self._conditions.replaying(autocast=False),

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from torch import Tensor
+import torch
 
 from ..autograd.graph import DerivativeWarning, State, map_tensors, tensors_of
 from ..engine.plan import free
@@ -97,14 +97,21 @@ class Sentinel:
     ) -> list[tuple[str, list[Compared]]]:
         """Compare the derivatives on few samples; on all of them where a few do not do, or have nothing to compare."""
         given, dimension = (*last, *losses.terms), self._binding.batch_dimension
-        try:
-            few = [few_samples(t, self._rows, dimension) for t in given]
-            found = self._look(probe, losses, few, bool(last), trained)
-            if all(any(part.says_something for part in parts) for _, parts in found):
-                return found
-        except Exception as why:
-            if self._sparing:
-                raise NotChecked(f"memory is short, and on two samples alone: {why}") from None
+        few = [few_samples(t, self._rows, dimension) for t in given]
+        n = next((n for t in losses.terms if (n := count_samples(t, dimension))), 0)
+        why: object = "nothing depends on them"
+        for rows in (None, (n, self._rows)):  # outer variables may have an entry for each sample of the batch
+            probe.rows = rows
+            try:
+                found = self._look(probe, losses, few, bool(last), trained)
+                if all(any(part.says_something for part in parts) for _, parts in found):
+                    return found
+                break
+            except Exception as error:
+                why = error
+        if self._sparing:
+            raise NotChecked(f"memory is short, and on {self._rows} samples alone: {why}")
+        probe.rows = None
         return self._look(probe, losses, given, bool(last), trained)
 
     def _look(
@@ -151,22 +158,26 @@ class Sentinel:
 
 
 def few_samples(term: Term, few: int, dimension: int = 0) -> Term:
-    """Return the loss on its first samples; on the whole batch if it can't be sliced, or has no more.
+    """Return the loss on its first samples, at most so many; on the whole batch if it can't be sliced.
 
     A tensor of the batch that requires grad gets leaves of its own, which no longer lead to the whole of it.
     """
-    try:
-        n = samples_of(term.name, term.batch, dimension)
-        if n is None or n <= few:
-            return term
-
-        def detached(x: Tensor) -> Tensor:
-            return x.detach()
-
-        wanted = [x.requires_grad for x in tensors_of(term.batch)]
-        batch = split(term.name, map_tensors(detached, term.batch), n // few, dimension)[0].batch
-    except (TypeError, ValueError):
+    name, loss, batch = term
+    wanted = [x.requires_grad for x in tensors_of(batch)]
+    with torch.no_grad():
+        while count_samples(Term(name, loss, batch), dimension) > few:
+            batch = split(name, batch, 2, dimension)[0].batch
+    if batch is term.batch:
         return term
+    batch = map_tensors(lambda x: x.detach(), batch)
     for x, requires_grad in zip(tensors_of(batch), wanted, strict=True):
         x.requires_grad_(requires_grad)
-    return Term(term.name, term.loss, batch)
+    return Term(name, loss, batch)
+
+
+def count_samples(term: Term, dimension: int = 0) -> int:
+    """Return the number of samples in the batch; 0 if it has none, or can't be sliced."""
+    try:
+        return samples_of(term.name, term.batch, dimension) or 0
+    except (TypeError, ValueError):
+        return 0
