@@ -188,9 +188,7 @@ class Inner:
             tasks = None if self._tasks is None else Tasks(self._tasks, self._model, parameters)
             swaps = self._group is not None and (engine.keeps_graphs or engine.traces_steps)
             ranks = None if self._group is None else self._ranks(parameters, own=not swaps)
-            model = Model(
-                self._model, parameters, tasks, ranks, graphs_are_kept=engine.keeps_graphs, swaps=swaps
-            )
+            model = Model(self._model, parameters, tasks, ranks, graphs_are_kept=engine.keeps_graphs, swaps=swaps)
         once, tasks = model.ranks.once, model.tasks
         if not optimizers and self._formula is None:
             return model, DescentRule(self._rate, once)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
-from .autograd.derive import Gradients, without_hooks
+from .autograd.derive import without_hooks
 from .autograd.graph import find_leaves
 from .autograd.missing import explained
-from .autograd.trees import Pairs, State, cut_graph
+from .autograd.trees import State, cut_graph
 from .collect import after_hooks, collected
 from .engine.schedule import Plan
 from .guards.opening import refuse_inference_mode
@@ -189,9 +189,7 @@ class Loop:
             whole = source.batch()
             yield source if again else whole[: len(whole) - len(named)], named
 
-    def _term(
-        self, h: Loss | None, batch: tuple[Any, ...] | Source, named: dict[str, Any], weight: Value
-    ) -> Term:
+    def _term(self, h: Loss | None, batch: tuple[Any, ...] | Source, named: dict[str, Any], weight: Value) -> Term:
         loss = self._run.h if h is None else h
         if not callable(loss):
             raise TypeError(

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, grad
+from ..autograd.derive import grad
+from ..autograd.trees import State
 from .differences import Difference, Scale, compare, groups
 from .double import random_like
 

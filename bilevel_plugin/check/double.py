@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..autograd.graph import State
+from ..autograd.trees import State
 from ..model.session import NESTED
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)

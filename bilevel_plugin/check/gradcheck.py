@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd.graph import State, map_tensors
+from ..autograd.trees import State, map_tensors
+from ..guards.opening import inner_parameters, refuse_model
 from ..inner import inner
-from ..loop import Inputs, as_tuple, flatten
+from ..inputs import Inputs, as_tuple, flatten
 from ..model.losses import Loss
-from ..model.model import Binding
-from ..step.record import Conditions
-from ..step.step import Term
+from ..model.model import Model
+from ..step.conditions import Conditions
+from ..step.piece import Term, value_of
 from ..update.solvers import resolve as resolve_solver
-from ..update.update import resolve_optimizer
+from ..update.watch import resolve_optimizer
 from .differences import Difference, NotChecked, Scale, compare
 from .modules import failing_modules, randn_like
 from .probe import Losses, Probe, guarded
@@ -118,7 +119,7 @@ def gradcheck(
                 "can't be moved to take differences. Give the leaf that it is computed from."
             )
     scale = Scale.of([*tensors.values(), *model.parameters()], tol)
-    binding = Binding(model, resolve_optimizer(options.get("optimizer"))[0])
+    devices = _model_of(model, options).devices
     settings: dict[str, Any] = {"check": False, **options}
     block = inner(model, h, g, **settings)
 
@@ -130,7 +131,7 @@ def gradcheck(
                 return float(loop.value), []
             return 0.0, loop.hypergrad(list(tensors.values()))
 
-    with torch.random.fork_rng(devices=[d.index or 0 for d in binding.devices if d.type == "cuda"]):
+    with torch.random.fork_rng(devices=[d.index or 0 for d in devices if d.type == "cuda"]):
         found = _check_directions(tensors, run, directions, scale, seed)
         second, modules = _check_second_derivatives(model, (("h", h, batch), ("g", g, outer)), options, seed)
     return Report(found, second, modules)
@@ -181,40 +182,39 @@ def _check_second_derivatives(
     """
     findings: list[Finding] = []
     modules: list[str] = []
-    binding = Binding(model, resolve_optimizer(options.get("optimizer"))[0])
+    whole = _model_of(model, options)
     rule, _ = resolve_solver(options.get("solver", "bigsam"), options.get("lr"), options.get("optimizer") is not None)
     used = {"h"} | ({"g"} if any(rule.weights(k)[1] != 0 for k in range(1, 9)) else set[str]())
-    binding.open()
+    whole.open()
     try:
         for name, loss, batch in losses:
             args = as_tuple(batch)
             if options.get("tasks") is not None:  # the loss is written for one task
                 args = map_tensors(lambda x: x[0], args)
             torch.manual_seed(seed)
-            z = {n: x.detach().clone() for n, x in (*binding.parameters.items(), *binding.buffers.items())}
+            z = {n: x.detach().clone() for n, x in (*whole.parameters.items(), *whole.buffers.items())}
             term = Term(name, loss, args)
-            findings.append(_of_loss(term, binding, z, name in used))
+            findings.append(_of_loss(term, whole, z, name in used))
             if findings[-1].verdict == "WRONG":
 
-                def value(term: Term = term, z: State = z) -> Tensor:
+                def value(name: str = name, loss: Loss = loss, term: Term = term, z: State = z) -> Tensor:
                     torch.manual_seed(seed)
-                    with binding.inside(z, z, graph=True) as inside:
-                        return binding.loss(term.name, term.loss, inside, term.batch)
+                    return whole.at(z, z, lambda at: value_of(whole, name, loss, at, term.given()), graph=True)
 
-                modules += [m for m in failing_modules(binding, value, seed) if m not in modules]
+                modules += [m for m in failing_modules(whole, value, seed) if m not in modules]
     finally:
-        binding.close()
+        whole.close()
     return findings, modules
 
 
-def _of_loss(term: Term, binding: Binding, z: State, twice: bool) -> Finding:
+def _of_loss(term: Term, model: Model, z: State, twice: bool) -> Finding:
     what = f"loss {term.name}"
     try:
         with guarded():
-            probe = Probe(binding, Conditions(binding), z, z)
+            probe = Probe(model, Conditions(model), z, z)
             parts = probe.first_derivative(term)
             if twice:
-                parts += probe.second_derivative(Losses([term], [1.0]))
+                parts += probe.second_derivative(Losses([term]))
     except NotChecked as why:
         return Finding(what, math.inf, "?", str(why))
     except RuntimeError as error:
@@ -223,6 +223,11 @@ def _of_loss(term: Term, binding: Binding, z: State, twice: bool) -> Finding:
     if worst.difference.verdict == "WRONG":
         return Finding(what, worst.difference.error, "WRONG", f"along {worst.what}")
     return Finding(what, worst.difference.error, "ok")
+
+
+def _model_of(model: nn.Module, options: dict[str, Any]) -> Model:
+    refuse_model(model)
+    return Model(model, inner_parameters(model, resolve_optimizer(options.get("optimizer"))[0]))
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from ..autograd.graph import State, find_leaves, map_tensors, tensors_of
-from ..model.model import Binding
+from ..autograd.graph import find_leaves
+from ..autograd.trees import State, map_tensors, tensors_of
+from ..model.model import Model
 from .differences import Difference, Scale, compare
 
 
-def failing_modules(binding: Binding, value: Callable[[], Tensor], seed: int) -> list[str]:
+def failing_modules(model: Model, value: Callable[[], Tensor], seed: int) -> list[str]:
     """Return the deepest modules whose second derivatives fail, on the arguments that the loss calls them with."""
     failing: list[tuple[str, str]] = []
-    for name, call in _calls(binding.model, value).items():
-        why = _why_it_fails(call, binding, seed)
+    for name, call in _calls(model.module, value).items():
+        why = _why_it_fails(call, model, seed)
         if why:
             failing.append((name, f"{name or 'itself'!r} ({type(call.module).__name__}): {why}"))
     return [
@@ -60,7 +61,7 @@ def _calls(model: nn.Module, value: Callable[[], Tensor]) -> dict[str, _Call]:
     return calls
 
 
-def _why_it_fails(call: _Call, binding: Binding, seed: int) -> str:
+def _why_it_fails(call: _Call, model: Model, seed: int) -> str:
     """Compare ∇²f·v by double backward with differences of ∇f, where f is a fixed sum of the module's results."""
     module = call.module
     at = {n: p.detach().clone() for n, p in module.named_parameters() if p.is_floating_point()}
@@ -75,7 +76,7 @@ def _why_it_fails(call: _Call, binding: Binding, seed: int) -> str:
         args, kwargs = map_tensors(lambda x: next(inputs) if x.is_floating_point() else x, (call.args, call.kwargs))
         state = {n: x for n, x in w.items() if not n.startswith("@")}
         state |= {n: b.detach().clone() for n, b in module.named_buffers()}
-        with binding.twice_differentiable():
+        with model.twice_differentiable():
             out = functional_call(module, state, args, kwargs)
         outs = [x for x in tensors_of(out) if x.is_floating_point()]
         return torch.stack([(randn_like(x, seed) * (x + x * x / 2)).sum() for x in outs]).sum()

@@ -14,28 +14,32 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, as_leaves, explained, grad, leaves_read_since, map_tensors, sequence_number
-from ..kernels.replace import evaluating, full_precision
-from ..model.model import Binding, Inside
+from ..autograd.derive import grad
+from ..autograd.graph import leaves_read_since, sequence_number
+from ..autograd.missing import explained
+from ..autograd.trees import State, as_leaves, map_tensors
+from ..kernels.replace import TakingDirection, evaluating, full_precision
+from ..model.model import Evaluation as Tensors
+from ..model.model import Model
 from ..model.session import NESTED
-from ..step.record import Conditions
-from ..step.step import Term
-from ..update.solvers import Value
+from ..step.conditions import Conditions
+from ..step.piece import Term, value_of
 from .compared import Compared, Outer, Parts
 from .differences import NotChecked
 from .double import LOW, InFloat64, Onward, as_float64, dot, random_like
 
+T = TypeVar("T")
+
 
 class Losses(NamedTuple):
-    """The losses of a step, each with its weight, and the weights of the model that the step is for."""
+    """The losses of a step, and the weights of the model that the step is for."""
 
     terms: Sequence[Term]
-    weights: Sequence[Value]
     only: Collection[str] | None = None
 
 
@@ -43,7 +47,7 @@ class Losses(NamedTuple):
 class Evaluation:
     """The losses in float64 at one point."""
 
-    inside: Inside
+    taking: TakingDirection
     mode: InFloat64
     values: list[Tensor]  # each times its weight in the step
 
@@ -70,43 +74,39 @@ class Evaluation:
 class Probe:
     """The losses of one loop as functions of weights and outer variables, and the comparisons of their derivatives."""
 
-    def __init__(self, binding: Binding, conditions: Conditions, z: State, buffers: State) -> None:
-        self._binding, self._conditions = binding, conditions
-        self._weights = {n: z[n].detach() for n in binding.parameters}
-        self._buffers = as_float64({n: z[n] if n in z else buffers[n] for n in binding.buffers})
+    def __init__(self, model: Model, conditions: Conditions, z: State, buffers: State) -> None:
+        self._model, self._conditions = model, conditions
+        self._weights = {n: z[n].detach() for n in model.parameters}
+        self._buffers = as_float64({n: z[n] if n in z else buffers[n] for n in model.buffers})
         self._moving: dict[str, Tensor] = {}  # of a weight with a gradient, the entries that have one
         self.rows: tuple[int, int] | None = None  # (n, few): what has n entries, one for each sample, is cut to few
         self.cotangent: State = {}  # u, of the weights that it is not 0 for
 
     # --- evaluating ---
 
-    @contextmanager
-    def _inside(self, weights: State, moved: Mapping[int, Tensor]) -> Generator[tuple[Inside, InFloat64]]:
-        binding = self._binding
+    def _at(
+        self, losses: Losses, weights: State, use: Callable[[Evaluation], T], outer: Mapping[int, Tensor] = {}
+    ) -> T:
+        """Return use(the losses in float64), with these weights in the model, and these outer variables moved."""
+        model = self._model
         copies = {n: b.clone() for n, b in self._buffers.items()}
         # the new weights replace the parameters in the model and elsewhere: in a closure, or in a list in a module
-        instead = {id(p): weights[n] for n, p in binding.parameters.items()} if binding.own_parameters else {}
-        mode = InFloat64({**instead, **moved}, self.rows)
+        instead = {id(p): weights[n] for n, p in model.parameters.items()} if model.own else {}
+        mode, taking = InFloat64({**instead, **outer}, self.rows), TakingDirection()
+        tensors = Tensors(weights, weights, {}, {}, taking, model.present_buffers)
         NESTED.clear()
-        with (
-            self._conditions.replaying(autocast=False),
-            binding.swapped({**copies, **weights}) as inside,
-            mode,
-            binding.twice_differentiable(inside.taking),
-            evaluating(inside.taking),
-        ):
-            inside.weights = weights
-            yield inside, mode
 
-    @contextmanager
-    def _evaluated(self, losses: Losses, at: State, outer: Mapping[int, Tensor] = {}) -> Generator[Evaluation]:
-        def up(x: Tensor) -> Tensor:
-            return x if x.requires_grad else x.detach().to(torch.float64 if x.dtype in LOW else x.dtype)
+        def run() -> T:
+            with mode, model.twice_differentiable(taking), evaluating(taking), torch.enable_grad():
+                values: list[Tensor] = []
+                for t in losses.terms:
+                    value = value_of(model, t.name, t.loss, tensors, map_tensors(_up, t.given()))
+                    weight = t.weight.detach().double() if isinstance(t.weight, Tensor) else t.weight
+                    values.append(weight * t.share * value)
+                return use(Evaluation(taking, mode, values))
 
-        with self._inside(at, outer) as (inside, mode), torch.enable_grad():
-            values = [self._binding.loss(t.name, t.loss, inside, map_tensors(up, t.batch)) for t in losses.terms]
-            numbers = [c.detach().double() if isinstance(c, Tensor) else c for c in losses.weights]
-            yield Evaluation(inside, mode, [c * value for c, value in zip(numbers, values, strict=True)])
+        with self._conditions.replaying(autocast=False):
+            return model.swapped({**copies, **weights}, run)
 
     def _on_line(self, x: State, t: State, along: Callable[[str, Tensor], Tensor]) -> State:
         """Return the same weights, with a graph to one number t for each that has one: its gradient is along(n, a)."""
@@ -119,7 +119,7 @@ class Probe:
         return {n: _zero() for n in self._weights}
 
     def _known(self, t: State) -> set[int]:
-        return {id(x) for x in (*t.values(), *self._binding.parameters.values())}
+        return {id(x) for x in (*t.values(), *self._model.parameters.values())}
 
     def _start(self) -> State:
         return {n: w.double() for n, w in self._weights.items()}
@@ -136,7 +136,7 @@ class Probe:
 
     def first_derivative(self, term: Term, trained: Collection[str] = ()) -> list[Compared]:
         """Compare ∇g with differences of g, and take ∇g for the cotangent u."""
-        losses = Losses([term], [1.0])
+        losses = Losses([term._replace(weight=1.0)])
         u: State = {}
 
         def note(n: str, a: Tensor) -> Tensor:
@@ -146,16 +146,18 @@ class Probe:
 
         self._moving.clear()
         t, since = self._numbers(), sequence_number()
-        with self._evaluated(losses, self._on_line(self._start(), t, note)) as at:
-            here, parts = at.total.detach(), Parts(t, at.outer(since, self._known(t)))
+
+        def differentiated(at: Evaluation) -> tuple[Tensor, Parts]:
+            parts = Parts(t, at.outer(since, self._known(t)))
             with full_precision():
                 parts.differentiate(at.total)
-        del at
+            return at.total.detach(), parts
+
+        here, parts = self._at(losses, self._on_line(self._start(), t, note), differentiated)
         self.cotangent = {n: x for n, x in u.items() if bool(x.any())}
 
         def value(by: float, names: Collection[str], outer: Mapping[int, Tensor]) -> tuple[Tensor, set[int]]:
-            with self._evaluated(losses, self._moved(by, names), outer) as at:
-                return at.total.detach(), at.mode.read
+            return self._at(losses, self._moved(by, names), lambda at: (at.total.detach(), at.mode.read), outer)
 
         return parts.compared(value, here, trained)
 
@@ -169,8 +171,7 @@ class Probe:
             return a.new_zeros(())
 
         t = self._numbers()
-        with self._evaluated(losses, self._on_line(self._start(), t, note)) as at:
-            _gradient(at, list(t.values()))
+        self._at(losses, self._on_line(self._start(), t, note), lambda at: _gradient(at, list(t.values())))
         return d
 
     def second_derivative(self, losses: Losses, trained: Collection[str] = ()) -> list[Compared]:
@@ -192,20 +193,23 @@ class Probe:
 
         t, since, s = self._numbers(), sequence_number(), _zero()
         x = self._on_line(self._start(), t, along_v)
-        with self._evaluated(losses, self._on_line(x, dict.fromkeys(x, s), along_u)) as at:
+
+        def differentiated(at: Evaluation) -> tuple[Tensor, Parts]:
             parts = Parts(t, at.outer(since, self._known(t)))
             d = _in_direction(at, s, create_graph=True)
             with full_precision(), explained():
                 parts.differentiate(d)
-        del at, x
+            return d.detach(), parts
+
+        here, parts = self._at(losses, self._on_line(x, dict.fromkeys(x, s), along_u), differentiated)
+        del x
 
         def direction(by: float, names: Collection[str], outer: Mapping[int, Tensor]) -> tuple[Tensor, set[int]]:
             s = _zero()
             x = self._on_line(self._moved(by, names), dict.fromkeys(u, s), lambda n, a: dot(_dense(a), u[n]))
-            with self._evaluated(losses, x, outer) as at:
-                return _in_direction(at, s).detach(), at.mode.read
+            return self._at(losses, x, lambda at: (_in_direction(at, s).detach(), at.mode.read), outer)
 
-        return parts.compared(direction, d.detach(), {*trained, *self._moving})
+        return parts.compared(direction, here, {*trained, *self._moving})
 
 
 def _gradient(at: Evaluation, inputs: Sequence[Tensor], *, create_graph: bool = False) -> Sequence[Tensor | None]:
@@ -213,17 +217,21 @@ def _gradient(at: Evaluation, inputs: Sequence[Tensor], *, create_graph: bool = 
     total = at.total
     if not total.requires_grad:
         return [None] * len(inputs)
-    at.inside.taking.on = True
+    at.taking.on = True
     try:
         with full_precision(), explained():
             return grad([total], inputs, [None], create_graph=create_graph, retain_graph=create_graph)
     finally:
-        at.inside.taking.on = False
+        at.taking.on = False
 
 
 def _in_direction(at: Evaluation, s: Tensor, *, create_graph: bool = False) -> Tensor:
     (d,) = _gradient(at, [s], create_graph=create_graph)
     return torch.zeros_like(s).detach() if d is None else d
+
+
+def _up(x: Tensor) -> Tensor:
+    return x if x.requires_grad else x.detach().to(torch.float64 if x.dtype in LOW else x.dtype)
 
 
 def _zero() -> Tensor:

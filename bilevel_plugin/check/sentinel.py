@@ -13,14 +13,16 @@ from typing import Any, Literal
 
 import torch
 
-from ..autograd.graph import DerivativeWarning, State, map_tensors, tensors_of
-from ..engine.plan import free
+from ..autograd.missing import DerivativeWarning
+from ..autograd.trees import State, map_tensors, tensors_of
+from ..engine.budget import free
 from ..kernels.replace import NORMALISATIONS
 from ..model.losses import Loss
-from ..model.model import Binding
-from ..step.parts import samples_of, split
-from ..step.record import Conditions
-from ..step.step import Step, Term
+from ..model.model import Model
+from ..model.tasks import row_of
+from ..step.batches import samples_of, split
+from ..step.piece import Term
+from ..step.step import Step
 from .compared import Compared
 from .differences import NotChecked
 from .held import switches
@@ -36,51 +38,45 @@ class Sentinel:
     """Checks the derivatives of one loop when its first hypergradient is taken."""
 
     def __init__(
-        self, binding: Binding, g: Loss | None, check: Literal["first", "always", False], *, sparing: bool = False
+        self, model: Model, g: Loss | None, check: Literal["first", "always", False], *, sparing: bool = False
     ) -> None:
-        self._binding, self._g, self._check = binding, g, check
+        self._model, self._g, self._check = model, g, check
         self._sparing = sparing  # the loop is one that just fits into the memory
 
     def is_due(self, step: Step) -> bool:
         """Whether steps of this kind must still be checked. A call that returns True marks them as checked."""
-        if self._check is False or next(iter(self._binding.parameters.values())).is_meta:
+        if self._check is False or next(iter(self._model.parameters.values())).is_meta:
             return False
         if self._check == "always":
             return True
-        losses = tuple((t.name, switches(t.loss)) for t in step.terms)
-        update = switches(step.update) if step.update.closes_over else type(step.update)
-        key = self._binding.structure, switches(self._binding.model), switches(self._g), losses, step.only, update
+        losses = tuple((t.name, switches(t.loss)) for piece in step.pieces for t in piece.terms)
+        update = switches(step.update) if step.update is not None and step.update.closes_over else type(step.update)
+        key = self._model.structure(), switches(self._model.module), switches(self._g), losses, step.only, update
         new = key not in _CHECKED
         _CHECKED.add(key)
         return new
 
     def examine(
-        self,
-        step: Step,
-        conditions: Conditions | None,
-        z: State,
-        buffers: State,
-        outer_batch: tuple[Any, ...] | None,
-        trained: Collection[str],
+        self, step: Step, z: State, buffers: State, outer: tuple[Any, ...] | None, trained: Collection[str]
     ) -> None:
-        """Compare the derivatives of the last step's losses, and of g, with differences at the current weights."""
-        conditions = conditions or Conditions(self._binding)
-        binding, terms, outer = self._binding, step.terms, outer_batch
-        if problems := binding.separate():  # one inner problem has the same derivatives to test
-            (one, *_), binding = problems, problems[0].binding
-            z, buffers, outer = one.rows(z), one.rows(buffers), one.rows(outer)
-            terms = step.of(one).terms
+        """Compare the derivatives of a step's losses, and of g, with differences at the current weights."""
+        model, piece = self._model, next(piece for piece in step.pieces if piece.terms)
+        losses, one = Losses(piece.terms, piece.only), model.tasks.count is not None
+        if one:  # one task has the same derivatives to test
+            z = row_of({n: z[n] for n in (*model.parameters, *model.seen.statistics) if n in z}, 0)
+            buffers, outer = row_of(buffers, 0), row_of(outer, 0)
+            if piece.row is None:
+                losses = losses._replace(terms=[t._replace(batch=row_of(t.given(), 0)) for t in piece.terms])
         last = [] if self._g is None or outer is None else [Term("g", self._g, outer)]
         try:
             with guarded():
                 if self._sparing:
                     self._check_memory()
-                probe = Probe(binding, conditions, z, buffers)
-            found = self._compared(probe, Losses(terms, step.weights, step.only), last, trained)
-            if step.update.closes_over and not problems:
+                probe = Probe(model, piece.record.conditions, z, buffers)
+            found = self._compared(probe, losses, last, trained)
+            if step.update is not None and step.update.closes_over and not one:
                 with guarded():
-                    d = probe.gradient_of(Losses(terms, step.weights, step.only))
-                    found.append((_UPDATE, compare_update(step.update, z, d)))
+                    found.append((_UPDATE, compare_update(step.update, z, probe.gradient_of(losses))))
         except NotChecked as why:
             warnings.warn(
                 f"bilevel.inner: the derivatives of this loop could not be checked: {why}. Check them by "
@@ -89,6 +85,8 @@ class Sentinel:
                 stacklevel=5,
             )
             return
+        finally:
+            piece.release()
         for what, parts in found:
             self._warn(what, parts, None if what == _G else step.k)
 
@@ -96,9 +94,9 @@ class Sentinel:
         self, probe: Probe, losses: Losses, last: Sequence[Term], trained: Collection[str]
     ) -> list[tuple[str, list[Compared]]]:
         """Compare the derivatives on few samples; on all of them where a few do not do, or have nothing to compare."""
-        given, dimension = (*last, *losses.terms), self._binding.batch_dimension
-        few = [few_samples(t, self._rows, dimension) for t in given]
-        n = next((n for t in losses.terms if (n := count_samples(t, dimension))), 0)
+        given = *last, *losses.terms
+        few = [few_samples(t, self._rows) for t in given]
+        n = next((n for t in losses.terms if (n := _count(t.name, t.given()))), 0)
         why: object = "nothing depends on them"
         for rows in (None, (n, self._rows)):  # outer variables may have an entry for each sample of the batch
             probe.rows = rows
@@ -129,11 +127,11 @@ class Sentinel:
     @property
     def _rows(self) -> int:
         """Two samples, as losses may compare them with each other; of two, batch statistics have hardly a gradient."""
-        return 4 if any(isinstance(m, NORMALISATIONS) for m in self._binding.modules) else 2
+        return 4 if any(isinstance(m, NORMALISATIONS) for m in self._model.modules) else 2
 
     def _check_memory(self) -> None:
         """Raise if what the check takes would not fit."""
-        weights = self._binding.parameters.values()
+        weights = self._model.parameters.values()
         need, device = _BYTES_A_WEIGHT * sum(p.numel() for p in weights), next(iter(weights)).device
         if device.type in ("cpu", "cuda") and need > (available := free(device)):
             raise NotChecked(f"the check takes about {need / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free")
@@ -157,27 +155,27 @@ class Sentinel:
         )
 
 
-def few_samples(term: Term, few: int, dimension: int = 0) -> Term:
+def few_samples(term: Term, few: int) -> Term:
     """Return the loss on its first samples, at most so many; on the whole batch if it can't be sliced.
 
     A tensor of the batch that requires grad gets leaves of its own, which no longer lead to the whole of it.
     """
-    name, loss, batch = term
+    name, batch = term.name, term.given()
     wanted = [x.requires_grad for x in tensors_of(batch)]
     with torch.no_grad():
-        while count_samples(Term(name, loss, batch), dimension) > few:
-            batch = split(name, batch, 2, dimension)[0].batch
-    if batch is term.batch:
+        while _count(name, batch) > few:
+            batch = split(name, batch, 2, 0)[0].batch
+    if batch is term.given():
         return term
     batch = map_tensors(lambda x: x.detach(), batch)
     for x, requires_grad in zip(tensors_of(batch), wanted, strict=True):
         x.requires_grad_(requires_grad)
-    return Term(name, loss, batch)
+    return term._replace(batch=batch)
 
 
-def count_samples(term: Term, dimension: int = 0) -> int:
+def _count(name: str, batch: tuple[Any, ...]) -> int:
     """Return the number of samples in the batch; 0 if it has none, or can't be sliced."""
     try:
-        return samples_of(term.name, term.batch, dimension) or 0
+        return samples_of(name, batch, 0) or 0
     except (TypeError, ValueError):
         return 0

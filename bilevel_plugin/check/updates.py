@@ -11,7 +11,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..autograd.graph import State, find_leaves, grad
+from ..autograd.derive import grad
+from ..autograd.graph import find_leaves
+from ..autograd.trees import State
 from ..update.update import Update
 from .compared import SCALE, Compared
 from .differences import compare

@@ -98,7 +98,7 @@ class _ForwardTape(Tape):
 
         def tangents(key: Key) -> list[Tensor | None]:
             now = self._now(key)
-            return [now[n] if row is None else now[n][row] if n in now else None for n in at] if now else [None] * len(at)
+            return [None if n not in now else now[n] if row is None else now[n][row] for n in at]
 
         sources = self._sources(piece.record.leaves, piece.record.cut)
         for key, new in self._pushed({**found.direction, **left}, list(at.values()), tangents, sources).items():

@@ -233,7 +233,8 @@ class _ReverseTape(Tape):
         losses: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
         a: State = {}
         if open is not None:  # it has changed no weight
-            a = open.pull(self._last or states.start, a, inputs, found, self._pull, losses=_between(losses, count)).adjoint
+            z = as_leaves(self._last or states.start)
+            a = open.pull(z, a, inputs, found, self._pull, losses=_between(losses, count)).adjoint
         for loss in losses.get((count, 0), ()):
             a = plus(a, loss.pull(inputs, found))
         adjoints = Store(rows=1)

@@ -1,4 +1,4 @@
-"""What a loss may not do, and what its graph may not hold: looked at while the loss is evaluated, and right after it."""
+"""What a loss may not do and what its graph may not hold, looked at while it is evaluated and right after."""
 
 from __future__ import annotations
 

@@ -100,9 +100,10 @@ class Held:
 
     def _flag(self, p: Tensor, k: int) -> str:
         name = next(n for n, q in self._model.module.named_parameters() if q is p)
-        state = "unfrozen (requires_grad was set to True)" if p.requires_grad else "frozen (requires_grad was set to False)"
+        state = "unfrozen" if p.requires_grad else "frozen"
         return (
-            f"bilevel.inner: the parameter {name!r} was {state} in the block, after step k = {k}. Set requires_grad "
+            f"bilevel.inner: the parameter {name!r} was {state} (requires_grad was set to {p.requires_grad}) in the "
+            f"block, after step k = {k}. Set requires_grad "
             "before the block, and open a new block for another set of weights."
         )
 

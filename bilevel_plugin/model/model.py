@@ -15,7 +15,7 @@ hold the values of the current state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -322,4 +322,3 @@ def _slots(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, 
 def _has_weight_norm(module: nn.Module) -> bool:
     """Whether the module is torch's parametrization of weight_norm, or has torch's older hook for it."""
     return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
-

@@ -41,9 +41,7 @@ class BlockByBlock:
     def __init__(self, which: Which = "auto") -> None:
         self._which, self._disabled = checked(which), False
 
-    def __call__(
-        self, piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]
-    ) -> PulledPiece:
+    def __call__(self, piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
         model = piece.model
         if self._disabled:
             return lean.pull(piece, z, cotangent, b, wanted)
@@ -122,9 +120,7 @@ _SYMMETRIC: set[object] = set()  # models with their losses that passed the chec
 class _Tangents:
     """The tangents of the gradient of a step at z, by one backward pass on dual numbers."""
 
-    def __init__(
-        self, piece: Piece, z: State, wanted: Sequence[Tensor], modules: Sequence[nn.Module]
-    ) -> None:
+    def __init__(self, piece: Piece, z: State, wanted: Sequence[Tensor], modules: Sequence[nn.Module]) -> None:
         self._piece, self._z, self._wanted, self._modules = piece, z, wanted, modules
 
     def at_random(self, names: Iterable[str], seed: int) -> Generator[tuple[str, Tensor]]:

@@ -19,7 +19,17 @@ from ..step.conditions import drawn_from, random_states, set_modes, set_random_s
 from ..step.piece import Piece
 from ..step.sums import is_same
 from ..update.update import add
-from .dual import OnDualNumbers, Unsuited, as_dual, is_real, is_tracked, primal_of, tangent_of, tangents_enabled, unsuited
+from .dual import (
+    OnDualNumbers,
+    Unsuited,
+    as_dual,
+    is_real,
+    is_tracked,
+    primal_of,
+    tangent_of,
+    tangents_enabled,
+    unsuited,
+)
 from .lean import LeanProducts
 
 

@@ -1,6 +1,6 @@
 """Double backward: the gradient with its graph, differentiated once more.
 
-    ∇_(w, λ) ⟨∇ℓ(w, λ), u⟩ + b̄·∂b⁺,    u the cotangent of the gradient, b̄ the adjoint of the running statistics
+∇_(w, λ) ⟨∇ℓ(w, λ), u⟩ + b̄·∂b⁺,    u the cotangent of the gradient, b̄ the adjoint of the running statistics
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-
 Reduction = Literal["mean", "sum"]
 
 

@@ -92,7 +92,9 @@ class Cotangent:
     def _pull(self, d: State, without_value: frozenset[str], end: bool) -> None:
         step, a = self._step, self._a
         if step.update is None:  # the step is open: it has changed no weight
-            self._pulled = PulledUpdate({}, {n: x for n, x in a.items() if n in self._z}, {}, [None] * len(self._wanted))
+            self._pulled = PulledUpdate(
+                {}, {n: x for n, x in a.items() if n in self._z}, {}, [None] * len(self._wanted)
+            )
             return
         self._pulled = step.update.pull(self._z, d, a, self._wanted, end=end)
         unknown = without_value | frozenset(step.model.seen.statistics)

@@ -61,7 +61,8 @@ class Piece:
     """Losses on a batch, at the weights of all tasks or of one (`row`), for all weights or for `only` some."""
 
     __slots__ = (
-        "_record", "buffers", "hooks", "last", "model", "only", "part", "row", "runs_into_other_graphs", "seen", "terms",
+        "_record", "buffers", "hooks", "last", "model", "only", "part", "row", "runs_into_other_graphs", "seen",
+        "terms",
     )  # fmt: skip
 
     def __init__(

@@ -32,7 +32,6 @@ from .record import holds_same_objects
 from .sums import Sums, plus, statistics_under_checkpointing
 
 
-
 class Pullable(Protocol):
     """An outer loss, whose gradients are taken at a state."""
 
@@ -253,7 +252,7 @@ class Step:
     def _joined(
         self, cotangent: Cotangent, through: State, b: State, inputs: Sequence[Tensor] | None, into: Gradients
     ) -> Pulled:
-        """Return a·∂Υ/∂z + Σ ∇_w ⟨∇ℓ_i, u⟩, summed over the ranks for the weights, and the adjoint of the statistics."""
+        """Return a·∂Υ/∂z + Σ ∇_w ⟨∇ℓ_i, u⟩, summed over the ranks, and the adjoint of the statistics."""
         model, update = self.model, cotangent.update()
         into.collect([], self._wanted(inputs), update.wanted)
         names, like = list(model.parameters), list(model.parameters.values())

@@ -19,6 +19,7 @@ class Sums:
         self._model = model
         self.direction: State = {}
         self.statistics: State = {}
+        self.of_call: State = {}  # the gradients of the pieces of an unfinished call
         self._rows: list[Found] = []  # what the tasks of an unfinished round have found
         self._aux: dict[str, list[object]] = {}
 
@@ -43,16 +44,14 @@ class Sums:
                 return None
             rows, self._rows = self._rows, []
             with torch.set_grad_enabled(graph):
-                found = Found(
-                    [], {}, joined([x.direction for x in rows]), joined_buffers([x.left for x in rows])
-                )
+                found = Found([], {}, joined([x.direction for x in rows]), joined_buffers([x.left for x in rows]))
             model.seen.aux.update({n: _aux_of(model, parts) for n, parts in self._aux.items()})
             self._aux = {}
-        if self.direction:
-            with torch.set_grad_enabled(graph):
-                self.direction = plus(self.direction, found.direction)
-        else:
-            self.direction = found.direction
+        with torch.set_grad_enabled(graph):
+            self.of_call = plus(self.of_call, found.direction) if self.of_call else found.direction
+            if piece.last:
+                d = self.of_call if piece.hooks is None else piece.hooks(self.of_call)
+                self.direction, self.of_call = plus(self.direction, d) if self.direction else d, {}
         return found
 
     def take_statistics(self, left: State, *, graph: bool) -> None:
