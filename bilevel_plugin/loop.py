@@ -99,6 +99,11 @@ class Loop:
                 "without a batch. Give this batch to loop.accumulate(...) first, if it belongs to the step."
             )
         names = self._names_of(only)
+        if names is not None and not run.gathered_for() <= names:
+            raise ValueError(
+                "bilevel.inner: loop.accumulate(...) has gathered gradients for weights that only= of this step leaves "
+                "alone. Give only= to loop.accumulate(...) as well, and take the step of one part before the other's."
+            )
         run.outer = run.outer if outer is None else as_tuple(outer)
         c_h, c_g = run.weights_of_losses(run.k + 1)
         with self._given(fetch, batch, named) as given:
@@ -222,14 +227,7 @@ class Loop:
                 f"bilevel.inner: engine={type(run.engine).__name__} differentiates the fixed point of one step, and "
                 "with only= several steps take turns. Use engine='reverse'."
             )
-        names = names_of(only, run.model, run.update)
-        gathered = run.gathered_for()
-        if names is not None and not gathered <= names:
-            raise ValueError(
-                "bilevel.inner: loop.accumulate(...) has gathered gradients for weights that only= of this step leaves "
-                "alone. Give only= to loop.accumulate(...) as well, and take the step of one part before the other's."
-            )
-        return names
+        return names_of(only, run.model, run.update)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
         """Take `steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last.
@@ -326,7 +324,7 @@ class Loop:
         run = self._checked()
         run.monitor.raise_if_not_finite()
         self._refuse_tasks("commit_()")
-        run.held.check(run.z, run.k)
+        run.held.check(run.z_now, run.k)
         if optimizer:
             run.update.write_state(run.z)
         assert run.model.session is not None

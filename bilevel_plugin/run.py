@@ -133,7 +133,7 @@ class Run:
     ) -> State:
         """Evaluate losses as pieces of step k, and close the step if they are its last; return their means."""
         model, tape = self.model, self.tape
-        self.held.check(self.z, self.k, numbers=False)
+        self.held.check(self.z_now, self.k, numbers=False)
         self.update.check()
         self.seals.check_variables()
         model.seen.aux.clear()
@@ -234,7 +234,7 @@ class Run:
 
     def value(self) -> Tensor:
         """Return g at the current weights on its last batch, or the sum of the losses that were added."""
-        self.held.check(self.z, self.k)
+        self.held.check(self.z_now, self.k)
         self.monitor.raise_if_not_finite()
         self.model.ranks.means({}, "value")
         if self.added:
@@ -247,7 +247,7 @@ class Run:
     def add_outer_loss(self, weight: Value, outer: Any, loss: Tensor | None) -> Tensor:
         """Add an outer loss at the current weights to the objective, and return its value."""
         model = self.model
-        self.held.check(self.z, self.k)
+        self.held.check(self.z_now, self.k)
         self.seals.check_variables()
         model.ranks.means({}, "add_outer_loss")
         self.check_batch("weight=", (weight,))
@@ -274,7 +274,7 @@ class Run:
     ) -> tuple[Gradients, State]:
         """Return the gradients of the outer loss, and its gradient with respect to w_0."""
         model = self.model
-        self.held.check(self.z, self.k)
+        self.held.check(self.z_now, self.k)
         self.seals.check_batches()
         self.seals.check_variables()
         self.monitor.raise_if_not_finite()
@@ -308,7 +308,7 @@ class Run:
         """Let the sentinel compare derivatives with differences, where it has not done so before."""
         for step in self.kinds.values():
             if self.sentinel.is_due(step):
-                self.sentinel.examine(step, self.z, self.buffers, batch, self.trained)
+                self.sentinel.examine(step, self.z_now, self.buffers_now, batch, self.trained)
 
     def close(self, *, announce: bool = False) -> None:
         """Release everything that the loop holds, and restore the model."""

@@ -115,6 +115,10 @@ class Measured(States):
             self.fit()
         super().end(step, z, to, traced)
 
+    def stop_graphs(self) -> None:
+        super().stop_graphs()
+        self._graphs = False  # from now on a budget counts pullbacks
+
     @abstractmethod
     def fit(self) -> None:
         """Drop graphs and states, or move them to the file, until the rest fits."""

@@ -20,6 +20,7 @@ from ..model.model import Evaluation
 from ..step.monitor import LossMonitor
 from ..step.piece import Found, Piece
 from ..step.step import Step
+from ..step.sums import plus
 from ..update.update import Update
 from .base import Engine, OuterLoss, Tape, refuse_create_graph
 
@@ -84,11 +85,31 @@ class _ForwardTape(Tape):
 
     def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
         before = copy.deepcopy((self._of_direction, self._of_statistics)) if step.pieces else ({}, {})
+        self._of_direction = {}
         try:
-            return step.evaluate(z, pieces, cut, monitor, within=self._push_piece)
+            means = step.evaluate(z, pieces, cut, monitor, within=self._push_piece)
+            if pieces[-1].hooks is not None:
+                self._push_hooks(step, pieces[-1])
         except BaseException:
             self._of_direction, self._of_statistics = before  # the pieces of this call are dropped
             raise
+        for key, total in before[0].items():
+            self._of_direction[key] = plus(total, self._of_direction.get(key, {}))
+        return means
+
+    def _push_hooks(self, step: Step, piece: Piece) -> None:
+        """Push the tangents of the gradient of a call through the hooks on parameters."""
+        assert step.open is not None
+        assert piece.hooks is not None
+        d = as_leaves(step.open.sums.before_hooks)
+        with torch.enable_grad():
+            to = piece.hooks(d)
+        of_call = self._of_direction
+
+        def tangents(key: Key) -> list[Tensor | None]:
+            return [of_call.get(key, {}).get(n) for n in d]
+
+        self._of_direction = self._pushed(to, list(d.values()), tangents, self._sources(piece.record.leaves, []))
 
     def _push_piece(self, piece: Piece, evaluation: Evaluation, found: Found) -> None:
         """Add the tangents of the gradient of a piece to ḋ, and replace those of the statistics."""

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ..autograd.trees import Pairs, State, as_leaves
 from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
 from ..step.ends import check_end
 from ..step.monitor import LossMonitor
-from ..step.piece import First, Piece
+from ..step.piece import Piece
 from ..step.step import Step
 from ..step.sums import plus
 from ..step.traced import traced_at
@@ -26,6 +26,9 @@ from .journal import Journal, Position, about
 from .schedule import Plan
 from .states import Sqrt, States
 from .store import Store
+
+if TYPE_CHECKING:
+    from ..pullback.compiled import Compiler
 
 Place = tuple[int, int]  # (the number of steps before it, the number of pieces of the next step before it)
 Losses = Mapping[Place, Sequence[OuterLoss]]
@@ -161,13 +164,13 @@ class _ReverseTape(Tape):
     def __init__(self, options: Reverse) -> None:
         self._options = options
         self._pull: Pull = PULLBACKS["lean"]() if options.blocks is None else BlockByBlock(options.blocks)
-        self._first: First | None = None
+        self._compiler: Compiler | None = None
         self.states = options.states(self._pull)
         if options.compile:
             from ..pullback.compiled import Compiler  # here, since torch's compiler takes a second to import
 
-            compiler = Compiler()
-            self._first, self._pull = compiler.first, compiler.pull
+            self._compiler = Compiler()
+            self._pull = self._compiler.pull
         self._steps: dict[int, Step] = {}
         self._last: State = {}
         self._losses: dict[Place, list[OuterLoss]] = {}  # the added losses
@@ -189,7 +192,12 @@ class _ReverseTape(Tape):
         self._open = step
 
     def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
-        return step.evaluate(z, pieces, cut, monitor, graph=self.states.takes_graph, first=self._first)
+        compiler, modes = self._compiler, [m.training for m in step.model.modules]
+        if compiler is None:
+            return step.evaluate(z, pieces, cut, monitor, graph=self.states.takes_graph)
+        means = step.evaluate(z, pieces, cut, monitor, first=compiler.first)
+        compiler.examine(pieces, modes)
+        return means
 
     def close(self, step: Step, z: State, update: Update) -> State:
         graph, k = self.states.takes_graph, self.states.count

@@ -77,16 +77,21 @@ class Cotangent:
                     self.note(step.again(self._z).direction)
                 self._pull(self.known or {}, frozenset(), end and self.direction is not None)
         assert self._pulled is not None
-        share, u = self._step.model.ranks.share, self._pulled.cotangent
-        u = u if share == 1 else {n: x * share for n, x in u.items()}
+        u = self.whole()
         return u if piece.row is None else {n: x[piece.row] for n, x in u.items()}
+
+    def whole(self) -> State:
+        """Return u of the direction of this process."""
+        share, u = self._step.model.ranks.share, self.update().cotangent
+        return u if share == 1 else {n: x * share for n, x in u.items()}
 
     def handed_over(self, piece: Piece) -> State:
         """Return u without its counterpart here, for a pullback that frees it piece by piece."""
         u = self(piece, end=False)
-        if len(self._step.pieces) == 1 and self._pulled is not None:
-            self._pulled.cotangent = {}
-            self._gone = True
+        if len(self._step.pieces) > 1 or self._pulled is None:
+            return dict(u)
+        self._pulled.cotangent = {}
+        self._gone = True
         return u
 
     def _pull(self, d: State, without_value: frozenset[str], end: bool) -> None:

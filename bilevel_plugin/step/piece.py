@@ -166,6 +166,15 @@ class Piece:
         self.record.note(values.values(), leaves, held)
         self.record.seal(leaves, self.model)
 
+    def use(self, leaves: Sequence[Tensor]) -> None:
+        """Record outer variables that hooks or the update use, with those of this piece."""
+        record = self.record
+        known = {id(x) for x in (*record.leaves, *(x for _, x in record.cut))}
+        new = [x for x in {id(x): x for x in leaves}.values() if id(x) not in known]
+        if new:
+            record.leaves = [*record.leaves, *new]
+            record.seal(new, self.model)
+
     def share_with(self, before: Piece) -> None:
         """Share equal objects with a piece of the step before."""
         for name in ("terms", "buffers"):

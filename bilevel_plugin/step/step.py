@@ -26,6 +26,7 @@ from ..model.tasks import row_of
 from ..update.update import Update
 from .conditions import set_modes
 from .cotangent import Cotangent, Pull, Pulled
+from .hooks import OfCall, leaves_of_hooks
 from .monitor import LossMonitor
 from .piece import First, Found, Piece
 from .record import holds_same_objects
@@ -109,6 +110,8 @@ class Step:
         if several:  # a list with an entry for each part
             parts = {n: [part.get(n) for part in aux] for n in values}
             model.seen.aux.update({n: x if any(y is not None for y in x) else None for n, x in parts.items()})
+        if pieces and pieces[-1].hooks is not None:
+            pieces[-1].use(leaves_of_hooks(pieces[-1], sums.before_hooks))
         self.pieces += pieces
         self.calls += 1
         self.open = Open(sums, buffers)
@@ -126,12 +129,7 @@ class Step:
             self.moved = tuple(update.moves(z, d))
         for option in update.options:
             leaves += find_leaves(option)[0]
-        record = self.pieces[-1].record
-        if leaves:
-            known = {id(x) for x in (*record.leaves, *(x for _, x in record.cut))}
-            new = [x for x in {id(x): x for x in leaves}.values() if id(x) not in known]
-            record.leaves = [*record.leaves, *new]
-            record.seal(new, model)
+        self.pieces[-1].use(leaves)
         to.update(open.sums.statistics)
         self.open = None
         return to
@@ -203,6 +201,7 @@ class Step:
         b = {n: a[n] for n in statistics if n in a}
         through: State = {}
         through_b: State = {}
+        of_call: Cotangent | OfCall = cotangent
         for i, piece in reversed(list(enumerate(self.pieces))):
             for loss in losses.get(i + 1, ()):
                 found = loss.pull(inputs, into, {**z, **before[i + 1]})
@@ -212,9 +211,12 @@ class Step:
                 continue  # the step is open, and nothing is differentiated through this piece
             record = piece.record
             wanted = record.leaves if inputs is None else inputs
+            if piece.last:
+                hooked = piece.hooks is not None
+                of_call = OfCall(self, i, z, before, cotangent, wanted, into) if hooked else cotangent
             with record.repeating():
                 at, its_b = {**z, **before[i]} if before[i] else z, row_of(b, piece.row)
-                pulled = how(piece, at, cotangent, its_b, [*(x for _, x in record.cut), *wanted])
+                pulled = how(piece, at, of_call, its_b, [*(x for _, x in record.cut), *wanted])
             record.check(pulled.values)
             into.collect(record.cut, wanted, pulled.wanted)
             for n, x in pulled.adjoint.items():

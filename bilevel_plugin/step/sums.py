@@ -20,6 +20,7 @@ class Sums:
         self.direction: State = {}
         self.statistics: State = {}
         self.of_call: State = {}  # the gradients of the pieces of an unfinished call
+        self.before_hooks: State = {}  # the gradient of the last call that has hooks, before these
         self._rows: list[Found] = []  # what the tasks of an unfinished round have found
         self._aux: dict[str, list[object]] = {}
 
@@ -50,7 +51,9 @@ class Sums:
         with torch.set_grad_enabled(graph):
             self.of_call = plus(self.of_call, found.direction) if self.of_call else found.direction
             if piece.last:
-                d = self.of_call if piece.hooks is None else piece.hooks(self.of_call)
+                d = self.of_call
+                if piece.hooks is not None:
+                    self.before_hooks, d = d, piece.hooks(d)
                 self.direction, self.of_call = plus(self.direction, d) if self.direction else d, {}
         return found
 
