@@ -93,7 +93,7 @@ class Loop:
         """
         run = self._checked()
         parts, gathered = checked(micro, reduction), run.accumulated
-        if gathered and (batch or named or h is not None):
+        if gathered and (batch or named or h is not None or fetch is not None):
             raise TypeError(
                 "bilevel.inner: after loop.accumulate(...) the step is taken on what was gathered: call loop.step() "
                 "without a batch. Give this batch to loop.accumulate(...) first, if it belongs to the step."

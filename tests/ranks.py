@@ -292,9 +292,9 @@ def stored(group, folder, normalised=False, optimizer=None):
         engine = bilevel.Reverse(store=store)
         with bilevel.inner(model, loss, loss, solver="gd", group=group, engine=engine, **options) as loop:
             loop.run(8, x, y, outer=(x_val, y_val))
-            local = sum(loop._z[n].nbytes for n in loop._binding.statistics)
-            state = sum(z.nbytes for z in loop._z.values()) - local
-            kept = loop._tape.states.store.file or loop._tape.states.store
+            local = sum(loop._run.z[n].nbytes for n in loop._run.model.seen.statistics)
+            state = sum(z.nbytes for z in loop._run.z.values()) - local
+            kept = loop._run.tape.states.store.file or loop._run.tape.states.store
             found.append((kept.nbytes, state, local, loop.hypergrad(c)))
     return found
 

@@ -62,6 +62,8 @@ class Sentinel:
         """Compare the derivatives of a step's losses, and of g, with differences at the current weights."""
         model, piece = self._model, next(piece for piece in step.pieces if piece.terms)
         losses, one = Losses(piece.terms, piece.only), model.tasks.count is not None
+        with piece.record.conditions.replaying():  # a batch that is fetched may draw random numbers
+            _ = [t.given() for t in piece.terms]
         if one:  # one task has the same derivatives to test
             z = row_of({n: z[n] for n in (*model.parameters, *model.seen.statistics) if n in z}, 0)
             buffers, outer = row_of(buffers, 0), row_of(outer, 0)

@@ -125,11 +125,14 @@ class _ForwardTape(Tape):
         for key, new in self._pushed({**found.direction, **left}, list(at.values()), tangents, sources).items():
             direction, b = self._of_direction.setdefault(key, {}), self._of_statistics.setdefault(key, {})
             for n, x in new.items():
-                if row is not None:
-                    x = torch.stack([x if i == row else torch.zeros_like(x) for i in range(count)])
-                replaced = n in left and not row  # the first task replaces what the piece before has left
-                into = b if n in left else direction
-                into[n] = x if replaced or n not in into else into[n] + x
+                if row is not None:  # the rows of the other tasks stay
+                    now = self._now(key).get(n) if n in left else direction.get(n)
+                    whole = torch.zeros_like(x).expand(count, *x.shape).clone() if now is None else now.clone()
+                    whole[row] = x if n in left else whole[row] + x
+                    x = whole
+                elif n in direction and n not in left:
+                    x = direction[n] + x
+                (b if n in left else direction)[n] = x
 
     def close(self, step: Step, z: State, update: Update) -> State:
         assert step.open is not None

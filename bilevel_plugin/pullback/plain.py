@@ -45,4 +45,5 @@ def differentiate(
     if watched:
         warn_if_read(piece.model, dict(zip(watched, grads[first:second], strict=True)))
     adjoint = {n: x for n, x in zip(inputs, grads, strict=False) if x is not None}
-    return PulledPiece(adjoint, grads[second:], found.values, statistics)
+    left = {} if evaluation.taking.without_graph else {n: x.detach() for n, x in moved.items()}
+    return PulledPiece(adjoint, grads[second:], found.values, statistics, left)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -24,6 +24,7 @@ class PulledPiece:
     wanted: Sequence[Tensor | None]  # with respect to each wanted tensor
     values: State  # the values of the losses
     followed: Collection[str]  # the statistics that were differentiated with respect to
+    left: State = field(default_factory=dict[str, Tensor])  # the statistics after it, as far as they are known
 
 
 @dataclass

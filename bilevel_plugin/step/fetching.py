@@ -10,6 +10,7 @@ import ctypes
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -64,12 +65,12 @@ class Source:
     The batch is held until `release`: while the step is taken, and while it is run again.
     """
 
-    __slots__ = ("_checksum", "_conditions", "_fetch", "_held", "_names", "k", "shapes")
+    __slots__ = ("_checksum", "_fetch", "_held", "_names", "conditions", "k", "shapes")
 
     def __init__(
         self, k: int, fetch: Callable[[], Any], names: tuple[str, ...], batch: tuple[Any, ...], conditions: Conditions
     ) -> None:
-        self.k, self._fetch, self._names, self._conditions = k, fetch, names, conditions
+        self.k, self._fetch, self._names, self.conditions = k, fetch, names, conditions
         self._checksum = checksum(batch)
         self.shapes = _shapes(batch)
         self._held: tuple[Any, ...] | None = batch
@@ -84,7 +85,6 @@ class Source:
             )
         conditions = Conditions(model, others=True)
         args, named = _call(fetch)
-        conditions.end_of_call()
         return named, Source(k, fetch, tuple(named), (*args, *named.values()), conditions)
 
     def release(self) -> None:
@@ -95,13 +95,17 @@ class Source:
         """Share objects with the source of another step, where they are equal."""
         self.shapes = before.shapes if before.shapes == self.shapes else self.shapes
         self._names = before._names if before._names == self._names else self._names
-        self._conditions.share_with(before._conditions)
+        self.conditions.share_with(before.conditions)
 
-    def batch(self) -> tuple[Any, ...]:
-        """Return the batch that is held, or fetch it again and raise if it differs."""
+    def batch(self, *, flow: bool = False) -> tuple[Any, ...]:
+        """Return the batch that is held, or fetch it again and raise if it differs.
+
+        With `flow` the random numbers that it draws are the next ones, and what comes after goes on with those that
+        follow: the conditions of the fetch are those of its only piece.
+        """
         if self._held is not None:
             return self._held
-        with self._conditions.replaying(), torch.no_grad():
+        with nullcontext() if flow else self.conditions.replaying(), torch.no_grad():
             args, named = _call(self._fetch)
         differs = "its keywords differ" if named.keys() != set(self._names) else ""
         batch = args if differs else (*args, *(named[n] for n in self._names))
@@ -127,13 +131,14 @@ class Source:
 class Fetched:
     """The batch of a piece that is fetched: the whole batch of its source, or a part of it."""
 
-    __slots__ = ("part", "source")
+    __slots__ = ("flow", "part", "source")
 
     def __init__(self, source: Source, part: Callable[[tuple[Any, ...]], tuple[Any, ...]] | None = None) -> None:
         self.source, self.part = source, part
+        self.flow = False  # whether its piece is the only one of the call
 
     def again(self) -> tuple[Any, ...]:
-        batch = self.source.batch()
+        batch = self.source.batch(flow=self.flow)
         return batch if self.part is None else self.part(batch)
 
 

@@ -17,7 +17,7 @@ from ..autograd.derive import grad
 from ..autograd.missing import explained
 from ..autograd.trees import Pairs, State
 from ..guards.evaluation import as_aux, first_look, leaves_of_loss, writes_to_weight
-from ..kernels.replace import full_precision
+from ..kernels.replace import full_precision, is_stopped
 from ..model.losses import Loss, active_models, check_arguments, value_and_aux
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
@@ -51,6 +51,7 @@ class Found:
     values: State  # each loss times its share, by name
     direction: State  # the gradient of their sum; a weight that no loss uses has none
     left: State  # the buffers as the losses have left them
+    stopped: frozenset[str] = frozenset()  # those that were left as `stop_gradient` of something
 
 
 First = Callable[["Piece", State], Found | None]
@@ -132,15 +133,18 @@ class Piece:
         def run(evaluation: Evaluation) -> T:
             weighted, values = self.losses(evaluation)
             d = self.gradient(weighted, evaluation, graph)
-            return use(evaluation, Found(weighted, values, d, evaluation.left()))
+            left = evaluation.left()
+            stopped = frozenset(n for n, b in left.items() if b.requires_grad and is_stopped(b))
+            return use(evaluation, Found(weighted, values, d, left, stopped))
 
         return self.at(z, run, graph=graph, follow=follow)
 
     def begin(self, k: int, cut: Pairs, buffers: State) -> None:
         """Record the conditions of the first evaluation, which begins now."""
         self.buffers = buffers
-        fetches = any(isinstance(t.batch, Fetched) for t in self.terms)
-        self._record = Record(k, Conditions(self.model, others=fetches), cut)
+        fetched = next((t.batch for t in self.terms if isinstance(t.batch, Fetched)), None)
+        conditions = Conditions(self.model, others=fetched is not None) if fetched is None or not fetched.flow else None
+        self._record = Record(k, conditions or fetched.source.conditions, cut)
 
     def note(self, evaluation: Evaluation, found: Found, since: int, known: set[object] | None = None) -> None:
         """Record what the first evaluation has used; `known` has the losses whose outer variables are known."""

@@ -25,6 +25,13 @@ def pieces_of(model: Model, terms: Sequence[Term], only: frozenset[str] | None, 
     for piece in pieces:
         piece.part = micro is not None
     pieces[-1].last = True
+    for t in terms:
+        if isinstance(t.batch, Fetched):
+            for its in pieces[0].terms:
+                if isinstance(its.batch, Fetched):
+                    its.batch.flow = len(pieces) == 1
+            if len(pieces) > 1:
+                t.batch.source.conditions.end_of_call()
     return pieces
 
 

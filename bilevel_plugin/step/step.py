@@ -98,7 +98,7 @@ class Step:
             piece.record.conditions.end_of_call()
             whole = sums.add(piece, found, graph=graph)
             if whole is not None:
-                rest = sums.pass_on(whole.left, at, buffers, several=several, graph=graph)
+                rest = sums.pass_on(whole, at, buffers, several=several, graph=graph)
                 buffers = buffers if rest is None else rest
                 aux.append(dict(model.seen.aux))
             for n, x in found.values.items():
@@ -201,6 +201,7 @@ class Step:
         b = {n: a[n] for n in statistics if n in a}
         through: State = {}
         through_b: State = {}
+        ends: State = {}  # the statistics after the last piece
         of_call: Cotangent | OfCall = cotangent
         for i, piece in reversed(list(enumerate(self.pieces))):
             for loss in losses.get(i + 1, ()):
@@ -227,9 +228,13 @@ class Step:
                     to[n] = to[n] + x if n in to else x
             if not piece.row:
                 b, through_b = {**{n: x for n, x in b.items() if n not in pulled.followed}, **through_b}, {}
+            if i == len(self.pieces) - 1 and piece.row is None:
+                ends = pulled.left
             del pulled
         self.release()
-        return self._joined(cotangent, through, b, inputs, into)
+        found = self._joined(cotangent, through, b, inputs, into)
+        found.to.update(ends)
+        return found
 
     def _wanted(self, inputs: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """Return the outer variables that the update is differentiated with respect to."""
@@ -283,7 +288,8 @@ class _Noting:
         if self._within is not None:
             self._within(self._piece, evaluation, found)
         if not self._graph:
-            return Found([], found.values, {n: d.detach() for n, d in found.direction.items()}, found.left)
+            d = {n: d.detach() for n, d in found.direction.items()}
+            return Found([], found.values, d, found.left, found.stopped)
         if evaluation.taking.without_graph:
             raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
         return found

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ..autograd.trees import State, same_bits, tensors_of
-from ..kernels.replace import is_stopped
 from ..model.model import Model
-from ..model.tasks import joined, joined_buffers, joined_results
+from ..model.tasks import joined, joined_results
 from .piece import Found, Piece
 
 
@@ -45,7 +44,8 @@ class Sums:
                 return None
             rows, self._rows = self._rows, []
             with torch.set_grad_enabled(graph):
-                found = Found([], {}, joined([x.direction for x in rows]), joined_buffers([x.left for x in rows]))
+                direction, left = joined([x.direction for x in rows]), joined([x.left for x in rows])
+            found = Found([], {}, direction, left, frozenset[str].intersection(*(x.stopped for x in rows)))
             model.seen.aux.update({n: _aux_of(model, parts) for n, parts in self._aux.items()})
             self._aux = {}
         with torch.set_grad_enabled(graph):
@@ -63,20 +63,21 @@ class Sums:
             names = self._model.seen.statistics
             self.statistics = {n: left[n] if graph and left[n].requires_grad else left[n].detach() for n in names}
 
-    def pass_on(self, left: State, z: State, buffers: State, *, several: bool, graph: bool) -> State | None:
+    def pass_on(self, found: Found, z: State, buffers: State, *, several: bool, graph: bool) -> State | None:
         """After a first evaluation, divide the buffers into those of the state and the rest, which is returned.
 
         None means that the rest is what it was. `several`: the piece is one of the parts of a batch, which may not
         change any buffer, since the plain step changes it once for the batch.
         """
-        seen = self._model.seen
+        seen, left = self._model.seen, found.left
         if not left:
             return None
         if several:
             _refuse_changed_buffers(left, {**buffers, **z})
         for n, b in left.items():
-            if b.requires_grad and n not in seen.statistics and n not in seen.changing:
-                if not is_stopped(b):
+            graph_left = b.requires_grad or n in found.stopped
+            if graph_left and n not in seen.statistics and n not in seen.changing:
+                if n not in found.stopped:
                     raise ValueError(
                         f"bilevel.inner: a loss leaves the buffer {n!r} of the model with a graph, through which the "
                         "next step does not differentiate. Compute it inside h, or store "

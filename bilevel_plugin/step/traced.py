@@ -29,23 +29,24 @@ def trace(step: Step, z: State) -> Traced:
 
 def traced(step: Step, z: State, run: Callable[[Traced], T]) -> T:
     """Return run(the step from z with its graph), while the model holds its weights."""
-
-    def from_piece(i: int, sums: Sums, at: State) -> T:
-        if i == len(step.pieces):
-            return run(traced_at(step, at, step.close_again(at, sums, graph=True)))
-        piece = step.pieces[i]
-
-        def use(evaluation: Evaluation, found: Found) -> T:
-            whole = sums.add(piece, found, graph=True)
-            if whole is not None:
-                sums.take_statistics(whole.left, graph=True)
-            leaves = {} if piece.row is not None else {**evaluation.leaves, **evaluation.statistics}
-            return from_piece(i + 1, sums, {**leaves, **at} if i else {**at, **leaves})
-
-        with piece.record.repeating():
-            return piece.evaluate(sums.at(z), use, graph=True, follow=True)
-
     try:
-        return from_piece(0, Sums(step.model), z)
+        return _from_piece(step, 0, z, Sums(step.model), z, run)
     finally:
         step.release()
+
+
+def _from_piece(step: Step, i: int, z: State, sums: Sums, at: State, run: Callable[[Traced], T]) -> T:
+    """Evaluate the pieces from the i-th on, each inside of the one before, and the update inside of the last."""
+    if i == len(step.pieces):
+        return run(traced_at(step, at, step.close_again(at, sums, graph=True)))
+    piece = step.pieces[i]
+
+    def use(evaluation: Evaluation, found: Found) -> T:
+        whole = sums.add(piece, found, graph=True)
+        if whole is not None:
+            sums.take_statistics(whole.left, graph=True)
+        leaves = {} if piece.row is not None else {**evaluation.leaves, **evaluation.statistics}
+        return _from_piece(step, i + 1, z, sums, {**leaves, **at} if i else {**at, **leaves}, run)
+
+    with piece.record.repeating():
+        return piece.evaluate(sums.at(z), use, graph=True, follow=True)

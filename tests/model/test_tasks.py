@@ -78,10 +78,10 @@ def test_batchnorm_and_dropout_have_statistics_and_masks_of_their_own():
         with bilevel.inner(model, lambda *a: lam.exp() * loss(*a), loss, tasks=3, lr=0.1, engine=engine) as loop:
             loop.run(4, x, y, outer=(x, y))
             grads.append(loop.hypergrad(lam))
-            mean = loop._z["1.running_mean"]
+            mean = loop._run.z["1.running_mean"]
             assert mean.shape == (3, 3)
             assert not torch.allclose(mean[0], mean[1])
-            assert loop._buffers["1.num_batches_tracked"].tolist() == [7, 7, 7]
+            assert loop._run.buffers["1.num_batches_tracked"].tolist() == [7, 7, 7]
             model.eval()
             same = x[:1].expand(3, -1, -1)
             assert not torch.allclose(loop(same)[0], loop(same)[1])
@@ -145,7 +145,7 @@ def test_one_task_after_the_other(layers, engine):
     h, g = lambda m, *batch: lam.exp() * loss(m.train(), *batch), lambda m, *batch: loss(m.eval(), *batch)
     options = {"solver": bilevel.BiGSAM(0.2, alpha=0.5), "engine": engine}
     with bilevel.inner(model, h, g, tasks=3, **options) as loop:
-        assert not loop._binding.vmaps_losses
+        assert not loop._run.model.tasks.vmaps
         loop.run(4, x, y, outer=(xv, yv))
         together, scores, value = loop.hypergrad(lam), loop(xv), loop.value
     apart = []
@@ -185,7 +185,7 @@ def test_a_convolution_that_is_the_same_for_all_tasks_is_vmapped():
     model, (x, y) = nn.Sequential(*convolutions()), pictures()
     head = torch.optim.SGD(model[-1].parameters(), lr=0.1)
     with bilevel.inner(model, loss, loss, tasks=3, optimizer=head) as loop:
-        assert loop._binding.vmaps_losses
+        assert loop._run.model.tasks.vmaps
         loop.run(2, x, y, outer=(x, y))
         together = loop.hypergrad(model[0])
     apart = 0
