@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.model.model import Binding
+from bilevel_plugin.model.model import Model
 
 PACKAGE = Path(bilevel.__file__).parent
 
@@ -88,15 +88,14 @@ class Host(nn.Module):
 
 
 def ways_in(layers: int) -> tuple[float, float, float]:
-    """Microseconds of one loss by own parameters, by our swap, by functional_call."""
+    """Microseconds of one loss by own parameters, by the block's way to swap, by functional_call alone."""
     model = nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(4, 4), nn.Tanh())))
-    host, x, binding = Host(model), torch.randn(8, 4), Binding(model, own_parameters=False)
+    host, x, bound = Host(model), torch.randn(8, 4), Model(model, dict(model.named_parameters()), swaps=True)
     w = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
     named = {f"model.{n}": p for n, p in w.items()}
 
     def swapped() -> Tensor:
-        with binding.swapped(w):
-            return host(x)
+        return bound.swapped(w, lambda: host(x))
 
     runs: tuple[Callable[[], Tensor], ...] = (lambda: host(x), swapped, lambda: functional_call(host, named, (x,)))
     own, swap, call = (1e4 * median(lambda run=run: [run() for _ in range(100)]) for run in runs)

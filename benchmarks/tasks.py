@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.model.tasks import TaskBinding
+from bilevel_plugin.model.tasks import Tasks
 from bilevel_recipes.models import conv4, conv4_pool
 
 from .measure import live
@@ -75,7 +75,7 @@ def tasks_at_once(p: Problem, engine: str) -> None:
 
 def vmapped(p: Problem, engine: str) -> None:
     """What `tasks=N` would do with convolutions if it did not loop over the tasks."""
-    with mock.patch.object(TaskBinding, "needs_loop", return_value=False):
+    with mock.patch.object(Tasks, "_needs_loop", return_value=False):
         tasks_at_once(p, engine)
 
 

@@ -42,6 +42,7 @@ class LossOfBatch(OuterLoss):
         self.cut = pairs
         self.value = self._here = torch.zeros(())  # the last values of g: over all ranks, and on this one
         self._k = run.k
+        self._recording: Record | None = None  # the record of an evaluation under way
         self._record: Record | None = None  # what it takes to evaluate the loss at this state again
 
     def _evaluate(
@@ -75,6 +76,8 @@ class LossOfBatch(OuterLoss):
                 buffers = row_of(self._buffers, row)
                 found.append(model.at(mine, buffers, evaluate, graph=True, follow=follow, twice=twice, one=one))
                 here.append(self._here)
+            if self._recording is not None:
+                self._recording.conditions.end_of_call()
         self._here = here[0] if len(here) == 1 else torch.stack(here).sum()
         self.value = model.ranks.means({"g": self._here})["g"]
         if self._record is not None:
@@ -150,12 +153,11 @@ class LossOfBatch(OuterLoss):
     def kept(self) -> OuterLoss:
         """Record this loss, which is evaluated again when the sweep reaches its step."""
         model = self._run.model
-        record = Record(self._k, Conditions(model), self.cut, of_step=False)
+        record = self._recording = Record(self._k, Conditions(model), self.cut, of_step=False)
         self._evaluate(None, lambda evaluation, traced: None, twice=False)
-        record.conditions.end_of_call()
         record.note([self._here], self.leaves, [("g", (self.batch, self.weight))])
         record.seal(self.leaves, model)
-        self._record = record
+        self._record, self._recording, self._z = record, None, {}  # the sweep has the state
         return self
 
 

@@ -9,7 +9,7 @@ import pytest
 import bilevel_plugin
 
 # Parts for solvers, engines and updates of one's own: docs/extending.md, which the tests run, has their examples.
-IN_EXTENDING = {"End", "Engine", "LossMonitor", "Moved", "RecordedStep", "Step", "StepRule", "Tape", "Traced", "Update"}
+IN_EXTENDING = {"Engine", "OuterLoss", "Step", "StepRule", "Tape", "Traced", "Update", "traced"}
 TYPES = {"Gradients", "Rate", "State", "Value", "DerivativeWarning", "Loop"}  # Loop: its methods have examples
 METHODS = {"accumulate", "backward", "commit_", "hypergrad", "run", "step"}
 

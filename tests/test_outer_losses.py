@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
 from bilevel_plugin.autograd.look import hooks_on_saved
-from bilevel_plugin.engine import ENGINES
+from bilevel_plugin.engine import ENGINES, reverse
 
 pytestmark = pytest.mark.usefixtures("double")
 STEPS, AT = 6, {0: 0.7, 2: -0.4, 3: 1.5, 6: 0.3}  # the steps after which losses are added, and their weights
@@ -363,15 +363,15 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.Mo
     class Stop(Exception):
         pass
 
-    plain, gone, most = bilevel.RecordedStep.check_end, list[int](), [99]
+    plain, gone, most = reverse.check_end, list[int](), [99]
 
-    def stopping(self: bilevel.RecordedStep, *args: Any) -> None:
+    def stopping(*args: Any) -> None:
         gone.append(1)
         if len(gone) == most[0]:
             raise Stop
-        plain(self, *args)
+        plain(*args)
 
-    monkeypatch.setattr(bilevel.RecordedStep, "check_end", stopping)
+    monkeypatch.setattr(reverse, "check_end", stopping)
 
     def solve(at: dict[int, float] = AT) -> Tensor:
         engine = bilevel.Reverse(checkpoint, store=tmp_path, resume=True, every=0.0)
@@ -462,8 +462,8 @@ def refused(
 
 def test_an_engine_of_ones_own_refuses_them_unless_it_has_add_loss() -> None:
     class OwnTape(bilevel.Tape):
-        def step(self, step: Any, z: Any, monitor: Any) -> Any:
-            return step.take(z, monitor)
+        def begin(self, step: Any, z: Any, *, whole: bool) -> None:
+            pass
 
         def pull(self, end: Any, inputs: Any, create_graph: bool) -> Any:
             raise AssertionError("it was not refused")

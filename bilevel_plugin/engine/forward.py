@@ -137,16 +137,15 @@ class _ForwardTape(Tape):
     def close(self, step: Step, z: State, update: Update) -> State:
         assert step.open is not None
         at, d = as_leaves(z), as_leaves(step.open.sums.direction)
-        to = step.close(z, update)
-        with torch.enable_grad():
-            outs = update(at, d)
+        step.open.sums.direction = d
+        to = step.close(at, update, graph=True)  # once: functions of the user in it may count their calls
 
         def tangents(key: Key) -> list[Tensor | None]:
             into = self._tangents[key], self._of_direction.get(key, {})
             return [*(into[0].get(n) for n in at), *(into[1].get(n) for n in d)]
 
         sources = self._sources(step.pieces[-1].record.leaves, [])
-        pushed = self._pushed(outs, [*at.values(), *d.values()], tangents, sources)
+        pushed = self._pushed(to, [*at.values(), *d.values()], tangents, sources)
         for key, new in pushed.items():
             if next(iter(z.values())).device.type == "cpu" and not is_finite(new.values()):
                 raise FloatingPointError(
@@ -155,7 +154,7 @@ class _ForwardTape(Tape):
                 )
             self._tangents[key] = {**new, **self._of_statistics.get(key, {})}
         self._of_direction, self._of_statistics = {}, {}
-        return to
+        return {n: x.detach() for n, x in to.items()}
 
     def _now(self, key: Key) -> State:
         """Return the tangents of the state, with those of statistics that an open step has changed."""

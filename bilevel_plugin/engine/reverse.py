@@ -240,11 +240,12 @@ class _ReverseTape(Tape):
         states, open, count = self.states, self._open, self.states.count
         losses: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
         a: State = {}
+        z = as_leaves(self._last or states.start)
         if open is not None:  # it has changed no weight
-            z = as_leaves(self._last or states.start)
             a = open.pull(z, a, inputs, found, self._pull, losses=_between(losses, count)).adjoint
         for loss in losses.get((count, 0), ()):
-            a = plus(a, loss.pull(inputs, found))
+            a = plus(a, loss.pull(inputs, found, None if loss is end else z))
+        del z
         adjoints = Store(rows=1)
         a = kept = adjoints.replace(None, a) if a else {}
         wanted = inputs if inputs is not None else self._all_leaves(losses)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import bilevel_plugin as bilevel
+from bilevel_plugin.engine import reverse
 from bilevel_plugin.engine.journal import Journal
 
 HERE = Path(__file__).parents[1]
@@ -62,16 +63,16 @@ class Stop(Exception):
 
 def stop(folder, monkeypatch, **options):
     """A sweep that ends with an error after four steps."""
-    plain, gone = bilevel.RecordedStep.check_end, []
+    plain, gone = reverse.check_end, []
 
-    def stopping(self, *args):
+    def stopping(*args):
         gone.append(1)
         if len(gone) == 5:
             raise Stop
-        return plain(self, *args)
+        return plain(*args)
 
     with monkeypatch.context() as patched, pytest.raises(Stop):
-        patched.setattr(bilevel.RecordedStep, "check_end", stopping)
+        patched.setattr(reverse, "check_end", stopping)
         resuming.solve(folder, **options)
 
 

@@ -234,7 +234,7 @@ def kept_as_it_was(loop: bilevel.Loop) -> int:
 
     Only the tape knows: the plan counts the states, and does not say which they are.
     """
-    return int(0 in loop._tape.states.saved)
+    return int(0 in loop._run.tape.states.saved)
 
 
 @settings(max_examples=20)

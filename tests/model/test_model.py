@@ -43,7 +43,9 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.model.model import Binding
+from bilevel_plugin.guards.opening import inner_parameters
+from bilevel_plugin.model.model import Model
+from bilevel_plugin.step.piece import value_of
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -68,21 +70,24 @@ def test_three_ways_in_for_weights(name):
     found = []
     w = {n: (p.detach() + 0.1 * torch.randn_like(p)) for n, p in model.named_parameters() if p.requires_grad}
     buffers = {n: b.clone() for n, b in model.named_buffers()}
-    for way in ("own parameters", "our swap", "functional_call"):
+    for way in ("own parameters", "swapped", "functional_call by hand"):
         twin = copy.deepcopy(model)
         state = {n: x.clone().requires_grad_() for n, x in w.items()}
         torch.manual_seed(5)
-        if way == "functional_call":
+        bound = Model(twin, inner_parameters(twin, ()), graphs_are_kept=way == "swapped")
+        if way == "functional_call by hand":
             named = {f"model.{n}": x for n, x in {**state, **{n: b.clone() for n, b in buffers.items()}}.items()}
-            with Binding(twin).twice_differentiable():
+            with bound.twice_differentiable():
                 loss = functional_call(Host(twin, h), named, batch)
                 leaves = list(state.values())
                 grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         else:
-            binding = Binding(twin, own_parameters=way == "own parameters")
-            with binding.inside({**state, **buffers}, buffers, twice=True) as inside:
-                loss = binding.loss("h", h, inside, batch)
-                grads = torch.autograd.grad(loss, list(inside.weights.values()), allow_unused=True)
+
+            def differentiated(at):
+                loss = value_of(bound, "h", h, at, batch)
+                return loss, torch.autograd.grad(loss, list(at.weights.values()), allow_unused=True)
+
+            loss, grads = bound.at({**state, **buffers}, buffers, differentiated, twice=True)
         found.append([loss.detach(), *grads])
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
