@@ -113,7 +113,8 @@ class _ForwardTape(Tape):
 
     def _push_piece(self, piece: Piece, evaluation: Evaluation, found: Found) -> None:
         """Add the tangents of the gradient of a piece to ḋ, and replace those of the statistics."""
-        row, count, statistics = piece.row, piece.model.tasks.count or 1, piece.model.seen.statistics
+        row, count = piece.row, piece.model.tasks.count or 1
+        statistics = found.stopped.union(piece.model.seen.statistics)
         left = {n: x for n, x in found.left.items() if n in statistics}
         at = {**evaluation.leaves, **evaluation.statistics}
 

@@ -1,5 +1,7 @@
 """Between the steps the model holds the state of the loop, and only the loop changes it."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import warnings

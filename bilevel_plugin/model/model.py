@@ -13,6 +13,8 @@ Buffers are swapped in either way, so that a loss may update them in place. Betw
 hold the values of the current state.
 """
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping

@@ -27,7 +27,7 @@ from ..guards.held import warn_if_read
 from ..model.losses import code_of
 from ..model.model import Evaluation
 from ..step.conditions import random_states, set_modes, set_random_states, undisturbed
-from ..step.cotangent import Cotangent, PulledPiece
+from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Piece
 from . import lean
 from .calls import Blocks
@@ -41,7 +41,9 @@ class BlockByBlock:
     def __init__(self, which: Which = "auto") -> None:
         self._which, self._disabled = checked(which), False
 
-    def __call__(self, piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+    def __call__(
+        self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]
+    ) -> PulledPiece:
         model = piece.model
         if self._disabled:
             return lean.pull(piece, z, cotangent, b, wanted)
@@ -62,7 +64,7 @@ class BlockByBlock:
         )
         return lean.pull(piece, z, cotangent, b, wanted)
 
-    def _pull(self, piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+    def _pull(self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
         model = piece.model
         if not model.own:
             raise Unsuited("with tasks= the weights have a task dimension, which blocks= does not support")

@@ -21,7 +21,7 @@ from ..kernels.replace import NORMALISATIONS, TakingDirection
 from ..model.losses import Loss
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
-from ..step.cotangent import Cotangent, PulledPiece
+from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
 from . import lean
 
@@ -213,7 +213,7 @@ class Compiler:
         if not self.disabled:
             self._disable(" ".join(str(error).split("\n")[:2]).strip().rstrip("."))
 
-    def pull(self, piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+    def pull(self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
         """Apply the compiled pullback if the piece was evaluated by compiled code, and the lean one otherwise."""
         if piece.seen is None or b or not self._is_known(piece):
             return lean.pull(piece, z, cotangent, b, wanted)

@@ -24,7 +24,7 @@ from ..autograd.look import checkpointing
 from ..autograd.trees import State
 from ..kernels.replace import TakingDirection, full_precision
 from ..model.model import Evaluation
-from ..step.cotangent import Cotangent, PulledPiece
+from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
 from . import plain
 from .plain import differentiate
@@ -32,7 +32,7 @@ from .plain import differentiate
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-def pull(piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
     """Compute ∇⟨∇ℓ, u⟩ without the values of ∇ℓ, or by `plain` if the update needs them or the losses are vmapped."""
     if cotangent.known is None or (piece.row is None and piece.model.tasks.count is not None):
         return plain.pull(piece, z, cotangent, b, wanted)

@@ -13,12 +13,12 @@ from ..autograd.derive import vjp
 from ..autograd.trees import State
 from ..guards.held import warn_if_read
 from ..model.model import Evaluation
-from ..step.cotangent import Cotangent, PulledPiece
+from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
 from ..step.sums import statistics_under_checkpointing
 
 
-def pull(piece: Piece, z: State, cotangent: Cotangent, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
+def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
     """Compute ∇⟨∇ℓ, u⟩ for any piece."""
 
     def use(evaluation: Evaluation, found: Found) -> PulledPiece:

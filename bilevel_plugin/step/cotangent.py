@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -34,6 +34,22 @@ class Pulled:
     adjoint: State  # a·∂Φ/∂z
     to: State  # z⁺, as far as its values were computed
     direction: State | None  # d, as far as its values were computed
+
+
+class CotangentOf(Protocol):
+    """What a pullback asks for u = a·∂Υ/∂d."""
+
+    known: State | None  # the direction, if its values are known or do not matter
+
+    def __call__(
+        self, piece: Piece, d: State | None = None, without_value: frozenset[str] = frozenset(), *, end: bool = True
+    ) -> State:
+        """Return u for a piece. `d` is the direction that it has found, where its values were computed."""
+        ...
+
+    def handed_over(self, piece: Piece) -> State:
+        """Return u without its counterpart here, for a pullback that frees it tensor by tensor."""
+        ...
 
 
 class Cotangent:
@@ -114,5 +130,5 @@ class Cotangent:
         return self._pulled
 
 
-Pull = Callable[[Piece, State, Cotangent, State, Sequence[Tensor]], PulledPiece]
+Pull = Callable[[Piece, State, CotangentOf, State, Sequence[Tensor]], PulledPiece]
 """(piece, z, cotangent, b̄, wanted): ∇⟨∇ℓ_i, u⟩ with respect to the weights and the wanted tensors"""

@@ -143,8 +143,11 @@ class Piece:
         """Record the conditions of the first evaluation, which begins now."""
         self.buffers = buffers
         fetched = next((t.batch for t in self.terms if isinstance(t.batch, Fetched)), None)
-        conditions = Conditions(self.model, others=fetched is not None) if fetched is None or not fetched.flow else None
-        self._record = Record(k, conditions or fetched.source.conditions, cut)
+        if fetched is not None and fetched.flow:
+            conditions = fetched.source.conditions
+        else:
+            conditions = Conditions(self.model, others=fetched is not None)
+        self._record = Record(k, conditions, cut)
 
     def note(self, evaluation: Evaluation, found: Found, since: int, known: set[object] | None = None) -> None:
         """Record what the first evaluation has used; `known` has the losses whose outer variables are known."""

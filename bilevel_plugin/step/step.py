@@ -25,7 +25,7 @@ from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
 from ..update.update import Update
 from .conditions import set_modes
-from .cotangent import Cotangent, Pull, Pulled
+from .cotangent import Cotangent, CotangentOf, Pull, Pulled
 from .hooks import OfCall, leaves_of_hooks
 from .monitor import LossMonitor
 from .piece import First, Found, Piece
@@ -198,11 +198,11 @@ class Step:
         statistics = self.model.seen.statistics
         cotangent = Cotangent(self, z, a, after, self._wanted(inputs))
         before = self._statistics_before(z, cotangent, bool(losses))
-        b = {n: a[n] for n in statistics if n in a}
+        b: State = {n: a[n] for n in statistics if n in a}
         through: State = {}
         through_b: State = {}
         ends: State = {}  # the statistics after the last piece
-        of_call: Cotangent | OfCall = cotangent
+        of_call: CotangentOf = cotangent
         for i, piece in reversed(list(enumerate(self.pieces))):
             for loss in losses.get(i + 1, ()):
                 found = loss.pull(inputs, into, {**z, **before[i + 1]})
