@@ -151,7 +151,8 @@ class Run:
                 self.held.check_not_written(self.z, k)
                 self.open = step
                 if close:
-                    self._close(step, self._update_at(k, hooks if step.calls == 1 else None))
+                    applied = any(piece.hooks is not None for piece in step.pieces)
+                    self._close(step, self._update_at(k, None if applied else hooks))
             except BaseException:
                 step.pieces, step.open, step.calls = before  # what this call has added is dropped
                 self.open = step if step.calls else None
