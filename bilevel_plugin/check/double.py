@@ -77,7 +77,7 @@ class InFloat64(TorchFunctionMode):
         super().__init__()
         self._instead, self._rows = instead, rows
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stand_ins: set[int] = set()
+        self._stand_ins = {id(x) for x in instead.values()}
         self.read: set[int] = set()  # the ids of what `instead` was taken for
 
     def _up(self, x: Any) -> Any:

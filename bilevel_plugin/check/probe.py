@@ -86,7 +86,7 @@ class Probe:
         copies = {n: b.clone() for n, b in self._buffers.items()}
         # the new weights replace the parameters in the model and elsewhere: in a closure, or in a list in a module
         instead = {id(p): weights[n] for n, p in binding.parameters.items()} if binding.own_parameters else {}
-        mode = InFloat64({**instead, **moved}, self.rows)
+        mode = InFloat64({**instead, **moved, **{id(w): w for w in weights.values()}}, self.rows)
         NESTED.clear()
         with (
             self._conditions.replaying(autocast=False),
