@@ -9,6 +9,7 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 """
 
 from .autograd.graph import Gradients, State, Traced, as_leaves
+from .check.check_loop import check_loop
 from .check.gradcheck import gradcheck
 from .check.sentinel import DerivativeWarning
 from .engine import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
@@ -52,6 +53,7 @@ __all__ = [
     "Update",
     "Value",
     "as_leaves",
+    "check_loop",
     "clip_norm",
     "clip_value",
     "constant",

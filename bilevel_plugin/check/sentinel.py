@@ -8,7 +8,8 @@ that can't be differentiated, a straight-through estimator.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -155,6 +156,17 @@ class Sentinel:
             DerivativeWarning,
             stacklevel=6,
         )
+
+
+@contextmanager
+def anew() -> Generator[None]:
+    """Check the derivatives inside of this context even if they were checked before."""
+    before = set(_CHECKED)
+    _CHECKED.clear()
+    try:
+        yield
+    finally:
+        _CHECKED.update(before)
 
 
 def few_samples(term: Term, few: int, dimension: int = 0) -> Term:
