@@ -62,7 +62,8 @@ def _unsteady(seen: Evidence) -> list[str]:
 
 def _of_hypergradient(seen: Evidence) -> list[str]:
     found: list[str] = []
-    for name, k in list(seen.moved.items())[:4]:
+    outside: dict[str, list[tuple[str, int]]] = {}
+    for name, k in seen.moved.items():
         if name == RANDOM:
             found.append(
                 f"the random state of step k = {k} changes with λ: the loop draws another number of random values, so "
@@ -74,7 +75,8 @@ def _of_hypergradient(seen: Evidence) -> list[str]:
                 "and the hypergradient takes it for a constant. Use a schedule of k alone, or give lr= as a tensor."
             )
         else:
-            found.append(_value_from_outside(name, k))
+            outside.setdefault(name.partition(" (read by")[0].partition(".")[0], []).append((name, k))
+    found += [_value_from_outside(names) for names in list(outside.values())[:4]]
     if seen.other_length:
         found.append("the number of steps changes with λ (early stopping): the outer loss jumps there. Fix the number.")
     if seen.other_start:
@@ -91,8 +93,9 @@ def _of_hypergradient(seen: Evidence) -> list[str]:
     return found + _of_options(seen)
 
 
-def _value_from_outside(name: str, k: int) -> str:
-    where = f"`{name}` of step k = {k} changes with λ"
+def _value_from_outside(names: Sequence[tuple[str, int]]) -> str:
+    (name, k), *others = names
+    where = f"`{name}` of step k = {k}{f', and {len(others)} more like it,' if others else ''} changes with λ"
     if "." in name.partition(" (read by")[0] and "(read by" in name:
         return (
             f"{where}: a module or object beside the model follows the weights (a target network, an EMA, a queue), "

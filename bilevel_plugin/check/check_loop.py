@@ -175,6 +175,9 @@ class _Runs:
             note = "two runs at the same λ give different values, so that differences tell nothing"
             found = [Finding("the outer loss", math.inf, "?", note)]
             seen.unsteady = seen.unsteady or {"something that no step reads": len(base.readings)}
+        elif base.refused:
+            found = [Finding("the hypergradient is refused", math.inf, "WRONG", base.refused)]
+            self._value_at([_direction(x, torch.zeros_like(x), seed) for x in self.lam], 1e-4, base, scale, seen)
         else:
             found = self._differences(names, base, base.value, scale, seen, seed)
         end = [] if self._plain is None else self._compare_end(base, scale, seen)
@@ -185,29 +188,16 @@ class _Runs:
     def _differences(
         self, names: Sequence[str], base: Run, value: Tensor, scale: Scale, seen: Evidence, seed: int
     ) -> list[Finding]:
-        there = [x.detach().clone() for x in self.lam]
         along = [_direction(x, g, seed) for x, g in zip(self.lam, base.grads, strict=True)]
-        got = {
-            i: float((g.double() * v.double()).sum()) for i, (g, v) in enumerate(zip(base.grads, along, strict=True))
-        }
+        got = {i: float((g.double() * along[i].double()).sum()) for i, g in enumerate(base.grads)}
         size = float(value.abs())
         tol = scale if self._tol is None else Scale(scale.epsilons, self._tol, scale.unit)
         found: list[Finding] = []
         for keys in groups({i: abs(x) for i, x in got.items()}):
+            those = [v if i in keys else torch.zeros_like(v) for i, v in enumerate(along)]
 
-            def f(by: float, keys: Sequence[int] = keys) -> Tensor:
-                try:
-                    with torch.no_grad():
-                        for i in keys:
-                            self.lam[i].copy_(there[i] + by * along[i])
-                    run = self.once(False, scale)
-                finally:
-                    with torch.no_grad():
-                        for i in keys:
-                            self.lam[i].copy_(there[i])
-                seen.compare(base.readings, run.readings, base.start != run.start)
-                assert run.value is not None
-                return run.value
+            def f(by: float, those: Sequence[Tensor] = those) -> Tensor:
+                return self._value_at(those, by, base, scale, seen)
 
             what = "input " + ", ".join(names[i] for i in keys) if any(names) else "the input"
             compared = compare(sum(got[i] for i in keys), f, tol, typical=_FLOORS[scale] * size)
@@ -215,6 +205,22 @@ class _Runs:
             if compared.verdict == "WRONG" and not any(bool(base.grads[i].any()) for i in keys):
                 seen.without_gradient.append(what)
         return found
+
+    def _value_at(self, along: Sequence[Tensor], by: float, base: Run, scale: Scale, seen: Evidence) -> Tensor:
+        """Return the outer loss of a run at λ + by·v, and note what the run has read otherwise."""
+        there = [x.detach().clone() for x in self.lam]
+        try:
+            with torch.no_grad():
+                for x, v in zip(self.lam, along, strict=True):
+                    x.add_(v, alpha=by)
+            run = self.once(False, scale)
+        finally:
+            with torch.no_grad():
+                for x, before in zip(self.lam, there, strict=True):
+                    x.copy_(before)
+        seen.compare(base.readings, run.readings, base.start != run.start)
+        assert run.value is not None
+        return run.value
 
     def _compare_end(self, base: Run, scale: Scale, seen: Evidence) -> list[Finding]:
         assert self._plain is not None

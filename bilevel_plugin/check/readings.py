@@ -77,4 +77,5 @@ def changed(one: Sequence[Reading], other: Sequence[Reading]) -> dict[str, int]:
         for name in a.keys() & b.keys():
             if a[name] != b[name] and not (a[name] != a[name] and b[name] != b[name]):
                 found.setdefault(name, k)
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+    # what a step draws, and its rates, come before what follows from them
+    return dict(sorted(found.items(), key=lambda item: (item[1], not item[0].startswith((RANDOM, RATE)))))

@@ -39,6 +39,7 @@ class Run:
     end: State = field(default_factory=dict[str, Tensor])
     unused: set[str] = field(default_factory=set[str])  # weights that some step left alone
     random: Tensor | None = None
+    refused: str = ""  # why the library gives no hypergradient
     block: Any = None
 
     def __call__(self, block: Any, loop: Loop) -> None:
@@ -79,7 +80,12 @@ class Run:
     def _finish(self, loop: Loop, outer: Any, loss: Tensor | None) -> None:
         self.end = loop.state_dict() if loop._binding.tasks is None else {}
         if self.differentiate:
-            self.grads = Loop.hypergrad(loop, list(self.lam), outer=outer, loss=loss, allow_unused=True)
+            try:
+                self.grads = Loop.hypergrad(loop, list(self.lam), outer=outer, loss=loss, allow_unused=True)
+            except RuntimeError as error:
+                if not str(error).startswith("bilevel."):
+                    raise
+                self.refused = str(error)
         if outer is not None:
             loop.add_outer_loss(outer=outer)
         self.value = (loop.value if loss is None else loss.sum()).detach().to(torch.float64).cpu()
