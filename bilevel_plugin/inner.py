@@ -79,7 +79,7 @@ def inner(
         local: with group, outer variables that belong to this rank alone, such as the weights of its own samples. The
             gradients of all other outer variables are summed over the ranks.
         check: "first" compares derivatives with finite differences in the first hypergradient of a model with these
-            losses, at the cost of about fifteen plain steps. It warns (`DerivativeWarning`) if one is wrong. "always"
+            losses, at the cost of a few plain steps. It warns (`DerivativeWarning`) if one is wrong. "always"
             does so in every hypergradient, False never.
 
     The outer variable λ needs no registration: it is every other tensor that requires grad and is used by h or g.

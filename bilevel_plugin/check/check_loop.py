@@ -34,7 +34,7 @@ _FLOORS = {_FLOAT64: 1e-7, _FLOAT32: 1e-3}  # derivatives this small, relative t
 _SAME_END = {_FLOAT64: 1e-9, _FLOAT32: 1e-4}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoopReport:
     """The result of `check_loop`. `ok`, and its value as a boolean, is whether all holds; print it to read it."""
 
@@ -51,7 +51,7 @@ class LoopReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         wrong = any(f.verdict == "WRONG" for f in (*self.hypergradient, *self.end))
         head = "all holds" if self.ok else "something is WRONG" if wrong else "undecided"
         lines = [f"bilevel.check_loop: {head} ({self.precision})"]
