@@ -29,6 +29,7 @@ from .autograd.graph import (
     vjp,
     without_hooks,
 )  # fmt: skip
+from .check.reduction import check_reduction
 from .check.sentinel import Sentinel
 from .engine import Engine
 from .engine.base import End, OuterLoss
@@ -338,6 +339,8 @@ class Loop:
                     refuse_batch_statistics(*where)
                 else:
                     known = find_reduction(*where, unit=Conditions(binding).unit)
+                    if known is not None and parts > 1:
+                        check_reduction(binding, self._z, self._buffers, t, known)
                 if known is not None:
                     self._reductions[key] = known
             found.append((t.name, known or "mean"))  # a loss that is not finite is reported by the step

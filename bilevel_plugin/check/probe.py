@@ -159,6 +159,21 @@ class Probe:
 
         return parts.compared(value, here, trained)
 
+    def gradients(self, losses: Losses) -> dict[str, Tensor]:
+        """Return the value, and its gradients with respect to the weights and the outer variables, by what they are."""
+        d: dict[str, Tensor] = {}
+
+        def note(n: str, a: Tensor) -> Tensor:
+            d[f"the gradient with respect to the weight {n!r}"] = _dense(a).detach()
+            return a.new_zeros(())
+
+        t, since = self._numbers(), sequence_number()
+        with self._evaluated(losses, self._on_line(self._start(), t, note)) as at:
+            parts = Parts(t, at.outer(since, self._known(t)))
+            with full_precision():
+                parts.differentiate(at.total)
+            return {"its value": at.total.detach(), **d, **parts.in_outer_variables()}
+
     def gradient_of(self, losses: Losses) -> State:
         """Return the gradient that the step takes of its losses, in the type of the weights."""
         d: State = {}

@@ -1,0 +1,81 @@
+"""Whether a loss is the mean or the sum over samples in its derivatives too: the probe of `micro=`.
+
+Its value, and its gradients with respect to the weights and to every outer variable, on four samples, are compared with
+those of two parts, in float64 and in the modes that the step has. Weights of samples that are normalised over the batch
+(softmax(λ), λ/Σλ) agree in value and in ∇_w as long as λ is uniform; ∇_λ tells.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..autograd.graph import State
+from ..model.losses import value_and_aux
+from ..model.model import Binding
+from ..step.conditions import drawn_from, random_states, undisturbed
+from ..step.parts import Reduction, split
+from ..step.record import Conditions
+from ..step.step import Term
+from .differences import NotChecked
+from .probe import Losses, Probe, guarded
+from .sentinel import count_samples, few_samples
+
+_ROWS, _ALLOWED = 4, 1e-6
+
+
+def check_reduction(binding: Binding, z: State, buffers: State, term: Term, reduction: Reduction) -> None:
+    """Raise if the loss has other derivatives than its parts together. What can't be evaluated so is not judged."""
+    probe = Probe(binding, Conditions(binding), z, buffers)
+    few = few_samples(term, _ROWS, binding.batch_dimension)
+    if count_samples(few, binding.batch_dimension) < 2:
+        return
+
+    def in_parts(model: nn.Module, *batch: Any) -> Tensor:
+        values: list[Tensor] = []
+        for piece in split(term.name, batch, 2, binding.batch_dimension):
+            value, _ = value_and_aux(term.name, term.loss(model, *piece.batch))
+            values.append(piece.share * value if reduction == "mean" else value)
+        return values[0] + values[1]
+
+    try:
+        with undisturbed(binding), _ConstantDraws(), guarded():
+            before = random_states(binding.devices)
+            whole = probe.gradients(Losses([few], [1.0]))
+            if drawn_from(before, random_states(binding.devices)) is not None:
+                return  # by a function that the mode does not know
+            parts = probe.gradients(Losses([few._replace(loss=in_parts)], [1.0]))
+    except NotChecked:
+        return
+    for what in dict.fromkeys([*whole, *parts]):
+        x, y = (found.get(what, torch.zeros(())) for found in (whole, parts))
+        size = max(float(x.norm()), float(y.norm()))
+        if float((x - y).norm()) > _ALLOWED * size:
+            raise ValueError(
+                f"bilevel.inner: {term.name} is not the {reduction} over the samples in {what}: on {_ROWS} of them, "
+                f"that of two parts together differs by {float((x - y).norm()) / size:.1%}. micro= is not exact for a "
+                "loss whose weights of samples are normalised over the batch (softmax, w / w.sum()), or that compares "
+                "samples with each other, be it in training mode alone. Leave out micro=, or normalise by a constant. "
+                f"reduction={reduction!r} skips this test."
+            )
+
+
+class _ConstantDraws(TorchFunctionMode):
+    """A mode in which random numbers are constants, so that a sample has the same ones in any part of its batch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "").removesuffix("_like").rstrip("_").removeprefix("_")
+        if name.endswith("dropout") or name in ("dropout1d", "dropout2d", "dropout3d"):
+            return args[0]
+        if name not in ("rand", "randn", "uniform", "normal", "bernoulli", "exponential"):
+            return func(*args, **kwargs)
+        state = torch.get_rng_state()
+        try:
+            drawn: Tensor = func(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+        return drawn.fill_(0.5)
