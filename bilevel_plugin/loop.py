@@ -510,7 +510,17 @@ class Loop:
         self._binding.announce("value")
         if self._added:
             return sum(self._added[1:], self._added[0])
-        with EXCLUSIVE, torch.no_grad(), undisturbed(self._binding), self._inside() as inside:
+        try:
+            with torch.no_grad():
+                return self._value_of_g()
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+        with torch.enable_grad():  # g takes a derivative itself
+            return self._value_of_g()
+
+    def _value_of_g(self) -> Tensor:
+        with EXCLUSIVE, undisturbed(self._binding), self._inside() as inside:
             value = self._binding.loss("g", self._outer_loss(), inside, self._outer)
             return self._binding.means_of_losses({"g": value.detach()})["g"]
 

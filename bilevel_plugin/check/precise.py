@@ -81,7 +81,7 @@ class _Casting(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__", "requires_grad_", "backward", "_make_subclass", "__deepcopy__"):
+        if name in ("__get__", "__set__", "requires_grad_", "backward", "_make_subclass", "__deepcopy__", "grad"):
             return func(*args, **kwargs)
         if name in ("float", "half", "bfloat16") and args:
             return args[0].double()
