@@ -11,6 +11,7 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 from .autograd.derive import Gradients, Traced
 from .autograd.missing import DerivativeWarning
 from .autograd.trees import State, as_leaves
+from .check.check_loop import check_loop
 from .check.gradcheck import gradcheck
 from .engine import CG, Engine, Forward, Neumann, OuterLoss, Reverse, Tape, Unroll
 from .inner import Loop, inner
@@ -50,6 +51,7 @@ __all__ = [
     "Update",
     "Value",
     "as_leaves",
+    "check_loop",
     "clip_norm",
     "clip_value",
     "constant",

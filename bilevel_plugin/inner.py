@@ -15,6 +15,7 @@ from torch import nn
 
 from . import engine as engines
 from .autograd.trees import State
+from .check import watch
 from .engine import Engine
 from .guards.opening import inner_parameters, refuse_inference_mode, refuse_model, refuse_shared_memory
 from .inputs import Inputs, flatten
@@ -85,7 +86,7 @@ def inner(
         local: with group, outer variables that belong to this rank alone, such as the weights of its own samples. The
             gradients of all other outer variables are summed over the ranks.
         check: "first" compares derivatives with finite differences in the first hypergradient of a model with these
-            losses, at the cost of about fifteen plain steps. It warns (`DerivativeWarning`) if one is wrong. "always"
+            losses, at the cost of a few plain steps. It warns (`DerivativeWarning`) if one is wrong. "always"
             does so in every hypergradient, False never.
 
     The outer variable λ needs no registration: it is every other tensor that requires grad and is used by h or g.
@@ -221,6 +222,7 @@ class Inner:
         transforms = [t for t in (self._direction, self._clip) if t is not None]
         loop = Loop(Run(model, self._losses, self._rule, update, transforms, self._engine, self._check))
         self._open[get_ident()].append(loop)
+        watch.opened(self, loop)
         return loop
 
     def __exit__(

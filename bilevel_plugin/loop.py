@@ -13,6 +13,7 @@ from .autograd.derive import without_hooks
 from .autograd.graph import find_leaves
 from .autograd.missing import explained
 from .autograd.trees import State, cut_graph
+from .check.reduction import check_reduction
 from .collect import after_hooks, collected
 from .engine.schedule import Plan
 from .guards.opening import refuse_inference_mode
@@ -171,7 +172,9 @@ class Loop:
             terms = [t if isinstance(t.batch, Fetched) else t._replace(batch=cut_graph(t.batch, cut)) for t in terms]
         micro = None
         if parts is not None:
-            micro = reductions_of(self._reductions, run.model, run.z_now, run.buffers_now, terms, *parts)
+            micro = reductions_of(
+                self._reductions, run.model, run.z_now, run.buffers_now, terms, *parts, check_reduction
+            )
         return run.take(run.k + 1, terms, cut, only, micro, close)
 
     @contextmanager

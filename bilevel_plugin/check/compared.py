@@ -57,6 +57,13 @@ class Parts:
             found = [g.detach().double() for _, g in zip(leaves, rest, strict=False) if g is not None]
             self._grads[id(x)] = sum(found, torch.zeros_like(value))
 
+    def in_outer_variables(self) -> dict[str, Tensor]:
+        """Return the gradients with respect to the outer variables by what they are."""
+        return {
+            f"the gradient with respect to the outer variable {i} of shape {tuple(x.shape)}": self._grads[id(x)]
+            for i, (x, *_) in enumerate(self._outer)
+        }
+
     def compared(self, f: Function, here: Tensor, trained: Collection[str]) -> list[Compared]:
         """Compare the parts with differences of f, whose value is `here`; weights that nothing trains stay."""
         still = {id(x): value for x, value, _ in self._outer}

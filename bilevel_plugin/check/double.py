@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..autograd.trees import State
+from ..autograd.trees import State, map_tensors
 from ..model.session import NESTED
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
@@ -23,7 +23,7 @@ _RANDOM = torch.randn(4099, generator=torch.Generator().manual_seed(0))
 
 
 def random_like(x: Tensor) -> Tensor:
-    """Return fixed random numbers of the size of x, or of size 1 where x is 0, without using a random generator."""
+    """Return fixed random numbers, as large as x together, or each of size 1 if x is 0. No generator is used."""
     numbers = _RANDOM.to(x.device, torch.float64 if x.numel() < len(_RANDOM) else torch.float32)
     numbers = numbers.repeat(-(-x.numel() // len(_RANDOM)))[: x.numel()].view(x.shape)
     size = float(torch.linalg.vector_norm(x.detach(), dtype=torch.float64))
@@ -77,7 +77,7 @@ class InFloat64(TorchFunctionMode):
         super().__init__()
         self._instead, self._rows = instead, rows
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
-        self._stand_ins: set[int] = set()
+        self._stand_ins = {id(x) for x in instead.values()}
         self.read: set[int] = set()  # the ids of what `instead` was taken for
 
     def _up(self, x: Any) -> Any:
@@ -87,7 +87,7 @@ class InFloat64(TorchFunctionMode):
             return pytree.tree_map(self._up, x)
         return torch.float64 if isinstance(x, torch.dtype) and x in LOW else x
 
-    def _tensor(self, x: Tensor) -> Tensor:
+    def _tensor(self, x: Tensor, cast: bool = True) -> Tensor:
         if id(x) in self._instead:
             self.read.add(id(x))
             return self._instead[id(x)]
@@ -98,7 +98,7 @@ class InFloat64(TorchFunctionMode):
                 self.found[id(x)] = x, value.double().clone().requires_grad_()
                 self._stand_ins.add(id(self.found[id(x)][1]))
             return self.found[id(x)][1]
-        return x.double() if x.dtype in LOW else x
+        return x.double() if cast and x.dtype in LOW else x
 
     def may_be_outer(self, x: Tensor) -> bool:
         """Whether it is a leaf of the user that a derivative may be taken for."""
@@ -116,6 +116,9 @@ class InFloat64(TorchFunctionMode):
         if name == "__get__" and getattr(func.__self__, "__name__", "") in _RESULTS_ARE_TENSORS:
             return func(*map(self._up, args))
         if name in ("__get__", "__set__", "requires_grad_", "backward", "_make_subclass"):
+            return func(*args, **kwargs)
+        if func is torch.autograd.grad:  # with respect to these very tensors: a cast would be another one
+            args, kwargs = map_tensors(lambda x: self._tensor(x, cast=False), (args, kwargs))
             return func(*args, **kwargs)
         if name == "__deepcopy__":  # a copy of a weight is a leaf, as it is in the plain loop
             return self._up(args[0]).detach().clone().requires_grad_(args[0].requires_grad)

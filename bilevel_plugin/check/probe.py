@@ -92,7 +92,8 @@ class Probe:
         copies = {n: b.clone() for n, b in self._buffers.items()}
         # the new weights replace the parameters in the model and elsewhere: in a closure, or in a list in a module
         instead = {id(p): weights[n] for n, p in model.parameters.items()} if model.own else {}
-        mode, taking = InFloat64({**instead, **outer}, self.rows), TakingDirection()
+        moved = {**instead, **outer, **{id(w): w for w in weights.values()}}
+        mode, taking = InFloat64(moved, self.rows), TakingDirection()
         tensors = Tensors(weights, weights, {}, {}, taking, model.present_buffers)
         NESTED.clear()
 
@@ -160,6 +161,24 @@ class Probe:
             return self._at(losses, self._moved(by, names), lambda at: (at.total.detach(), at.mode.read), outer)
 
         return parts.compared(value, here, trained)
+
+    def gradients(self, losses: Losses) -> dict[str, Tensor]:
+        """Return the value, and its gradients with respect to the weights and the outer variables, by what they are."""
+        d: dict[str, Tensor] = {}
+
+        def note(n: str, a: Tensor) -> Tensor:
+            d[f"the gradient with respect to the weight {n!r}"] = _dense(a).detach()
+            return a.new_zeros(())
+
+        t, since = self._numbers(), sequence_number()
+
+        def differentiated(at: Evaluation) -> dict[str, Tensor]:
+            parts = Parts(t, at.outer(since, self._known(t)))
+            with full_precision():
+                parts.differentiate(at.total)
+            return {"its value": at.total.detach(), **d, **parts.in_outer_variables()}
+
+        return self._at(losses, self._on_line(self._start(), t, note), differentiated)
 
     def gradient_of(self, losses: Losses) -> State:
         """Return the gradient that the step takes of its losses, in the type of the weights."""

@@ -8,7 +8,8 @@ that can't be differentiated, a straight-through estimator.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -98,7 +99,7 @@ class Sentinel:
         """Compare the derivatives on few samples; on all of them where a few do not do, or have nothing to compare."""
         given = *last, *losses.terms
         few = [few_samples(t, self._rows) for t in given]
-        n = next((n for t in losses.terms if (n := _count(t.name, t.given()))), 0)
+        n = next((n for t in losses.terms if (n := count_samples(t.name, t.given()))), 0)
         why: object = "nothing depends on them"
         for rows in (None, (n, self._rows)):  # outer variables may have an entry for each sample of the batch
             probe.rows = rows
@@ -157,6 +158,17 @@ class Sentinel:
         )
 
 
+@contextmanager
+def anew() -> Generator[None]:
+    """Check the derivatives inside of this context even if they were checked before."""
+    before = set(_CHECKED)
+    _CHECKED.clear()
+    try:
+        yield
+    finally:
+        _CHECKED.update(before)
+
+
 def few_samples(term: Term, few: int) -> Term:
     """Return the loss on its first samples, at most so many; on the whole batch if it can't be sliced.
 
@@ -165,7 +177,7 @@ def few_samples(term: Term, few: int) -> Term:
     name, batch = term.name, term.given()
     wanted = [x.requires_grad for x in tensors_of(batch)]
     with torch.no_grad():
-        while _count(name, batch) > few:
+        while count_samples(name, batch) > few:
             batch = split(name, batch, 2, 0)[0].batch
     if batch is term.given():
         return term
@@ -175,7 +187,7 @@ def few_samples(term: Term, few: int) -> Term:
     return term._replace(batch=batch)
 
 
-def _count(name: str, batch: tuple[Any, ...]) -> int:
+def count_samples(name: str, batch: tuple[Any, ...]) -> int:
     """Return the number of samples in the batch; 0 if it has none, or can't be sliced."""
     try:
         return samples_of(name, batch, 0) or 0

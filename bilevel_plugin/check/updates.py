@@ -29,11 +29,11 @@ def compare_update(update: Update, z: State, d: State) -> list[Compared]:
 
     def evaluate(t: Mapping[str, Tensor | float], moved: Mapping[int, Tensor]) -> tuple[Tensor, InFloat64]:
         """Return ⟨a, Υ(z, d)⟩, where each part is moved relative to its own entries: what is 0 stays 0."""
-        at_t = {part: {n: x + t[part] * (x * random_like(x)) for n, x in xs.items()} for part, xs in at.items()}
+        at_t = {part: {n: x + t[part] * (x * _numbers_like(x)) for n, x in xs.items()} for part, xs in at.items()}
         with InFloat64(dict(moved)) as mode, torch.enable_grad():
             to = update({**others, **at_t["z"]}, at_t["d"])
             floating = [x for x in to.values() if x.is_floating_point()]
-            return torch.stack([(x * random_like(x)).sum() for x in floating]).sum(), mode
+            return torch.stack([(x * _numbers_like(x)).sum() for x in floating]).sum(), mode
 
     t = {part: torch.zeros((), dtype=torch.float64, requires_grad=True) for part in at}
     value, mode = evaluate(t, {})
@@ -55,6 +55,11 @@ def compare_update(update: Update, z: State, d: State) -> list[Compared]:
         got = 0.0 if g is None else float((g * random_like(stand_in)).sum())
         result.append(one(f"the outer variable of shape {tuple(x.shape)}", got, None, key))
     return result
+
+
+def _numbers_like(x: Tensor) -> Tensor:
+    """Return fixed random numbers of size 1, whatever the values of x."""
+    return random_like(torch.zeros_like(x, requires_grad=False))
 
 
 def _floating(state: State) -> State:

@@ -27,8 +27,12 @@ def reductions_of(
     terms: Sequence[Term],
     parts: int,
     reduction: Reduction | None,
+    check: Callable[[Model, State, State, Term, Reduction], None],
 ) -> Micro:
-    """Return how losses are split into parts. Whether one is a mean or a sum is found out once, and `known` then."""
+    """Return how losses are split into parts. Whether one is a mean or a sum is found out once, and `known` then.
+
+    `check` raises if its derivatives are not the mean or the sum that its values are.
+    """
     modes = tuple(m.training for m in model.modules)
     found: list[tuple[str, Reduction]] = []
     for t in terms:
@@ -39,6 +43,8 @@ def reductions_of(
                 refuse_batch_statistics(*where)
             else:
                 its = find_reduction(*where, unit=Conditions(model).unit)
+                if its is not None and parts > 1:
+                    check(model, z, buffers, t, its)
             if its is not None:
                 known[key] = its
         found.append((t.name, its or "mean"))  # a loss that is not finite is reported by the step

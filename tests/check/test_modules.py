@@ -1,0 +1,45 @@
+"""Modules whose second derivatives are wrong or missing are named, the deepest ones."""
+
+import pytest
+import torch
+from problems import OnceModule
+from torch import nn
+
+from bilevel_plugin.check.modules import failing_modules
+from bilevel_plugin.model.model import Binding
+
+
+class Wrong(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].detach().cos()
+
+
+class WrongModule(nn.Module):
+    def forward(self, x):
+        return Wrong.apply(x)
+
+
+def failing(*layers):
+    model, x = nn.Sequential(nn.Linear(3, 4), *layers), torch.randn(5, 3)
+    return failing_modules(Binding(model), lambda: model(x).sum(), 0)
+
+
+@pytest.mark.parametrize("layer", [nn.Tanh, nn.Softplus, lambda: nn.LayerNorm(4), lambda: nn.Linear(4, 4)])
+def test_right_modules_are_not_named(layer):
+    assert failing(layer()) == []
+
+
+def test_the_deepest_is_named():
+    inside = nn.Sequential(nn.Tanh(), WrongModule())
+    assert failing(inside) == ["'1.1' (WrongModule): wrong values"]
+
+
+def test_a_missing_derivative_has_its_reason():
+    (text,) = failing(OnceModule())
+    assert text.startswith("'1' (OnceModule): no second derivative: ")
