@@ -58,15 +58,13 @@ class Evaluation:
     def outer(self, since: int, known: Collection[int]) -> list[Outer]:
         """Return the outer variables that the losses depend on, with the leaves of the graph that stand for them.
 
-        A variable stands for itself where a custom function reads it: that is no operation of torch.
+        A variable that only a custom function reads, which is no operation of torch, can't be moved.
         """
-        stand_for = {id(stand_in): x for x, stand_in in self.mode.found.values()}
-        values = {id(x): stand_in.detach() for x, stand_in in self.mode.found.values()}
+        stand_for = {id(stand_in): (x, stand_in.detach()) for x, stand_in in self.mode.found.values()}
         found: dict[int, Outer] = {}
         for leaf in leaves_read_since(self.values, since):
-            x = stand_for.get(id(leaf), leaf)
-            if id(leaf) not in known and (x is not leaf or self.mode.may_be_outer(leaf)):
-                value = values.get(id(x), x.detach().double())
+            if id(leaf) in stand_for and id(leaf) not in known:
+                x, value = stand_for[id(leaf)]
                 found.setdefault(id(x), Outer(x, value, [])).leaves.append(leaf)
         return list(found.values())
 

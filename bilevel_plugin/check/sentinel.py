@@ -78,6 +78,7 @@ class Sentinel:
                 probe = Probe(model, piece.record.conditions, z, buffers)
             found = self._compared(probe, losses, last, trained)
             if step.update is not None and step.update.closes_over and not one:
+                probe.rows = None  # the update is that of the whole batch
                 with guarded():
                     found.append((_UPDATE, compare_update(step.update, z, probe.gradient_of(losses))))
         except NotChecked as why:

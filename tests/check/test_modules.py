@@ -6,7 +6,7 @@ from problems import OnceModule
 from torch import nn
 
 from bilevel_plugin.check.modules import failing_modules
-from bilevel_plugin.model.model import Binding
+from bilevel_plugin.model.model import Model
 
 
 class Wrong(torch.autograd.Function):
@@ -27,7 +27,7 @@ class WrongModule(nn.Module):
 
 def failing(*layers):
     model, x = nn.Sequential(nn.Linear(3, 4), *layers), torch.randn(5, 3)
-    return failing_modules(Binding(model), lambda: model(x).sum(), 0)
+    return failing_modules(Model(model, dict(model.named_parameters())), lambda: model(x).sum(), 0)
 
 
 @pytest.mark.parametrize("layer", [nn.Tanh, nn.Softplus, lambda: nn.LayerNorm(4), lambda: nn.Linear(4, 4)])

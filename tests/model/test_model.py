@@ -83,7 +83,7 @@ def test_three_ways_in_for_weights(name):
                 grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         else:
 
-            def differentiated(at):
+            def differentiated(at, bound=bound):
                 loss = value_of(bound, "h", h, at, batch)
                 return loss, torch.autograd.grad(loss, list(at.weights.values()), allow_unused=True)
 
