@@ -43,7 +43,7 @@ from .step.fetching import Source
 from .step.parts import Micro, Reduction, checked, find_reduction, refuse_batch_statistics
 from .step.record import Conditions, RecordedLoss, RecordedStep, refuse_hidden_parameter
 from .step.step import LossMonitor, Moved, Step, Term, disconnected
-from .update.direction import Transform, Transformed, hooks_of
+from .update.prepared import Preparation
 from .update.solvers import StepRule, Value
 from .update.update import SUM, Update, UpdateRule
 
@@ -73,8 +73,7 @@ class Loop:
         losses: tuple[Loss, Loss | None],
         rule: StepRule,
         update: UpdateRule,
-        direction: Transform | None,
-        clip: Transform | None,
+        prepare: Preparation,
         engine: Engine,
         check: Check,
     ) -> None:
@@ -86,7 +85,7 @@ class Loop:
                 "around it if it is meant to be a constant."
             )
         self._binding, self._rule, self._update, self._engine = binding, rule, update, engine
-        self._direction, self._clip = direction, clip
+        self._prepare = prepare
         self._h, self._g = losses
         self._origin = binding.initial_weights()
         binding.open()
@@ -203,7 +202,7 @@ class Loop:
             self._check_batch("outer=", self._outer)
             terms.append(Term("g", self._g, self._outer))
             weights_of_terms.append(weights[1])
-        moved = self._take(k, terms, weights_of_terms, self._update_at(k), names, parts, source)
+        moved = self._take(k, terms, weights_of_terms, self._update_at(k, names), names, parts, source)
         self._k = k
         gathered, self._accumulated = self._accumulated, []
         value = sum(gathered[1:], gathered[0]) if gathered else moved.means.get("h")
@@ -248,8 +247,7 @@ class Loop:
             )
         k = self._k + 1
         weights = self._weights_of_losses(k)[:1]
-        hooks = self._hooks()
-        update = Accumulate() if hooks is None else Transformed([hooks], Accumulate(), closes_over=True)
+        update = self._prepare.hooked(Accumulate(), k)
         with self._fetched(fetch, batch, named) as (batch, named, source):
             terms = [self._term(h, batch, named)]
             moved = self._take(k, terms, weights, update, self._names_of(only), parts, source)
@@ -284,6 +282,7 @@ class Loop:
         with EXCLUSIVE:
             moved = self._tape.step(recorded, self._z, self._monitor)
             self._update.count(moved.moved)
+            self._prepare.count(moved.moved)
             self._trained.update(moved.moved)
             self._z = as_leaves(moved.to) if self._tape.replays else moved.to
             self._buffers = moved.buffers
@@ -395,28 +394,12 @@ class Loop:
             )
         return frozenset(ids[id(p)] for p in held)
 
-    def _hooks(self) -> Transform | None:
-        hooks = hooks_of(self._binding.parameters)
-        if hooks is not None and self._update.has_no_rate:
-            raise ValueError(
-                "bilevel.inner: a parameter has a hook on its gradient, and the rates are the solver object's: the "
-                "hook would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by "
-                "name."
-            )
-        return None if hooks is None else lambda d: self._binding.map_over_tasks(hooks, d)
-
-    def _update_at(self, k: int) -> Update:
+    def _update_at(self, k: int, only: frozenset[str] | None) -> Update:
         """Return Υ_k, preceded by hooks on parameters, the accumulated gradients, direction= and clip=."""
-        update, each, hooks = self._update.at_step(k), self._binding.map_over_tasks, self._hooks()
-        transforms = [t for t in (self._direction, self._clip) if t is not None]
-        own = self._direction is not None or getattr(self._clip, "may_close_over", self._clip is not None)
-        if transforms:
-            update = Transformed(
-                [lambda d, t=t: each(t, d) for t in transforms], update, closes_over=own or update.closes_over
-            )
+        update = self._prepare(self._update.at_step(k), k, only)
         if self._accumulated:
             update = AfterAccumulation(update)
-        return update if hooks is None else Transformed([hooks], update, closes_over=True)
+        return self._prepare.hooked(update, k)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
         """Take `steps` inner steps on the same batch, with the options of `step`. Returns the losses before the last.

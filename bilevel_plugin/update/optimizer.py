@@ -139,7 +139,7 @@ class OptimizerRule(UpdateRule):
             if need == "fixed point" and not rule.affine:
                 name = type(optimizer).__name__
                 return f"{name} divides by a root that is 0 where the gradient is, and has no derivative there"
-        if need == "symmetry" and any(is_on(g["momentum"]) for g in groups):
+        if need == "symmetry" and any(is_on(g.get("momentum")) for g in groups):
             return "with momentum the Jacobian of a step is not symmetric; engine='neumann' takes it"
         if need == "symmetry" and any(g["lr"] is not groups[0]["lr"] and g["lr"] != groups[0]["lr"] for g in groups):
             return "with a rate for each group the Jacobian is not symmetric; engine='neumann' takes it"

@@ -90,7 +90,7 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
             f"bilevel.inner: optimizer= got {kind.__name__}, which wraps another optimizer. Give the wrapped one: "
             "optimizer.optimizer."
         )
-    known = ", ".join(sorted({k.__name__ for k in RULES}))
+    known = ", ".join(sorted({k.__name__ for k in RULES if k.__module__.startswith("torch.")}))
     why = _NO_RULE.get(kind.__name__, "")
     raise TypeError(
         f"bilevel.inner: the rule of the optimizer {kind.__name__} is not known. {why}Known are {known}. To use "
