@@ -18,6 +18,7 @@ from .step.fetching import fetched
 from .step.record import RecordedStep
 from .step.step import LossMonitor, Moved, Step
 from .update.direction import clip_norm, clip_value
+from .update.formulas import lion
 from .update.registry import optimizer_rule
 from .update.schedules import constant, convergent, power
 from .update.solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
@@ -60,6 +61,7 @@ __all__ = [
     "fetched",
     "gradcheck",
     "inner",
+    "lion",
     "optimizer_rule",
     "power",
     "stop_gradient",

@@ -90,6 +90,7 @@ class Loop:
         self._origin = binding.initial_weights()
         binding.open()
         try:
+            update.open(lambda: self._z)
             self._tape = engine.tape()
             statistics = {n: binding.buffers[n].detach().clone() for n in binding.statistics}
             numbers = {**self._origin, **update.start, **statistics}
@@ -97,6 +98,7 @@ class Loop:
             self._buffers = {n: b.detach().clone() for n, b in binding.buffers.items() if n not in statistics}
             binding.hold(self._z, self._buffers)
         except BaseException:
+            update.close()
             binding.close()
             raise
         self._outer: tuple[Any, ...] = ()
@@ -905,6 +907,7 @@ class Loop:
             if announce:
                 self._binding.announce("end")
         finally:
+            self._update.close()
             self._binding.close()
             self._z, self._origin, self._buffers, self._outer, self._last = {}, {}, {}, (), {}
             self._samples, self._outer_variables, self._accumulated, self._added = [], [], [], []
