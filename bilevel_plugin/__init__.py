@@ -20,6 +20,7 @@ from .step.step import LossMonitor, Moved, Step
 from .update.direction import clip_norm, clip_value
 from .update.formulas import lion
 from .update.registry import optimizer_rule
+from .update.sam import sam
 from .update.schedules import constant, convergent, power
 from .update.solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
 from .update.update import Update
@@ -64,5 +65,6 @@ __all__ = [
     "lion",
     "optimizer_rule",
     "power",
+    "sam",
     "stop_gradient",
 ]

@@ -25,6 +25,7 @@ from .update.direction import Transform, bound_clip, checked_direction, observed
 from .update.optimizer import OptimizerRule
 from .update.prepared import Preparation
 from .update.registry import Formula
+from .update.sam import refuse_unclear
 from .update.solvers import Rate, StepRule
 from .update.update import DescentRule, UpdateRule
 from .update.watch import resolve_optimizer
@@ -152,6 +153,7 @@ class Inner:
         self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)
         self._direction, self._clip = checked_direction(direction), resolve_clip(clip, model, self._optimizers)
+        refuse_unclear(h, model, self._optimizers)
         self._optimizers = observed(self._clip, self._optimizers)
         if unused not in ("skip", "zero"):
             raise ValueError(f"bilevel.inner: unused= takes 'skip' or 'zero', got {unused!r}.")

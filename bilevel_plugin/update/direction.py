@@ -142,16 +142,23 @@ def resolve_clip(
 
 
 def _refuse_unclear(clip: ClipNorm, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    held = {id(p) for o in optimizers for p in _parameters_of(o)}
-    others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if optimizers and others:
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    if others := not_held(model, optimizers):
         raise ValueError(
             f"bilevel.inner: over which weights is the norm of clip= ({clip.max_norm})? The optimizer holds a part of "
-            f"what requires grad in the model; {others[0]!r}{more} it does not hold. For clip_grad_norm_("
+            f"what requires grad in the model; {others} it does not hold. For clip_grad_norm_("
             "model.parameters(), ...) give clip=bilevel.clip_norm(..., over=model); for the optimizer's weights alone, "
             "clip=bilevel.clip_norm(..., over=optimizer)."
         )
+
+
+def not_held(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    """Name what requires grad in the model and is held by none of the optimizers; "" if they hold all, or are none."""
+    optimizers = list(optimizers)
+    held = {id(p) for o in optimizers for p in _parameters_of(o)}
+    others = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if not (optimizers and others):
+        return ""
+    return repr(others[0]) + (f" and {len(others) - 1} more" if len(others) > 1 else "")
 
 
 def bound_clip(clip: ClipNorm | DirectionFunction | None, parameters: State) -> DirectionFunction | None:
