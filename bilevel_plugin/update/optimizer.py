@@ -13,7 +13,7 @@ from torch import Tensor
 from ..autograd.graph import State, map_tensors
 from . import formulas  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the rules of torch.optim)
 from .operations import is_on
-from .proof import options_of, prove
+from .proof import NUMBERED, options_of, prove
 from .registry import Formula, Rule, Tensors, check_returned, rule_of
 from .solvers import Rate, evaluate
 from .update import CountOnce, PulledUpdate, Update, UpdateRule, add, optimizer_state, weight_of
@@ -64,7 +64,7 @@ class OptimizerRule(UpdateRule):
     def _read_state(
         self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, repeat_for_tasks: Callable[[Tensor], Tensor]
     ) -> None:
-        if rule.counts:
+        if rule.counts or isinstance(held.get("step"), (int, float)):
             self._count[name] = int(held.get("step", 0))
         for key, x in held.items():
             if isinstance(x, Tensor) and not (rule.counts and key == "step"):
@@ -156,8 +156,10 @@ class OptimizerRule(UpdateRule):
                     f"bilevel.inner: the state of the optimizer is that of {len(z[n])} tasks in this block, and an "
                     "optimizer holds one. Take the states before the block."
                 )
-            held = {key: x.detach().clone() for key, x in optimizer_state(n, z).items()}
-            if rule.counts and self._count[n]:
+            held: dict[str, Any] = {key: x.detach().clone() for key, x in optimizer_state(n, z).items()}
+            if self._count[n] and type(optimizer) in NUMBERED:
+                held["step"] = NUMBERED[type(optimizer)](self._count[n])
+            elif self._count[n] and rule.counts:
                 held["step"] = torch.tensor(float(self._count[n]), device=p.device if fused else None)
             if held:
                 found[p] = held

@@ -24,6 +24,7 @@ _SCALES = (1.0, 1e-3, 0.5, 1e-3, 2.0, 1.0)  # of the directions: one step is bli
 _RATE = 0.5
 _ROUNDING = 1e-6  # of a class that computes in float32; a forgotten weight decay of 1e-5 is five times as much
 _PROVEN: set[object] = set()  # (the class, its rule, the kinds of its groups)
+NUMBERED: dict[type, type] = {}  # classes whose state counts the updates of a weight as "step", by a number
 _KERNELS = {"fused": False, "capturable": False, "differentiable": False}  # other ways to compute the same step
 
 
@@ -74,12 +75,12 @@ class _Wrong(NamedTuple):
 
 def _message(optimizer: torch.optim.Optimizer, rule: Rule, wrong: _Wrong) -> str:
     name = type(optimizer).__name__
-    on = [n for n, x in optimizer.param_groups[0].items() if n not in ("params", "lr", *_KERNELS) and x]
+    on = [n for n, x in optimizer.param_groups[0].items() if n not in ("params", "lr", *_KERNELS) and _form(x)]
     whose = "that was registered for it" if rule.own else f"that it has from its base class, {rule.formula.__name__},"
     return (
-        f"bilevel.inner: the rule of {name} {whose} is not what {name}.step() does: on a small tensor {wrong.what} "
-        f"differs by {wrong.by:.1e} after step {wrong.step}. Options in use: {', '.join(on) or 'none'}. Register the "
-        f"rule of its step by bilevel.optimizer_rule({name})."
+        f"bilevel.inner: the rule of {name} {whose} is not what {name}.step() does: on a small tensor, at lr = "
+        f"{_RATE}, {wrong.what} differs by {wrong.by:.1e} after step {wrong.step}. Other options in use: "
+        f"{', '.join(on) or 'none'}. Register the rule of its step by bilevel.optimizer_rule({name})."
     )
 
 
@@ -131,6 +132,9 @@ def _compare(optimizer: torch.optim.Optimizer, rule: Rule, groups: list[dict[str
                 for what, (x, y) in found.items():
                     if (off := _distance(x, y)) > _ROUNDING:
                         return _Wrong(i + 1, what, off)
+        counted = stand_in.state[weights[0]].get("step") if weights else None
+        if isinstance(counted, (int, float)) and counted == len(_SCALES):
+            NUMBERED[type(optimizer)] = type(counted)
     return None
 
 

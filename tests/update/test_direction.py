@@ -568,3 +568,63 @@ def test_noise_of_numpy_is_refused(engine):
     case = weighted_samples(two_halves, options={"direction": noise})
     with refused("direction=", "Draw with torch"):
         case.block(engine)
+
+
+# --- under every way to differentiate a step ---
+
+
+class Stack(nn.Module):
+    """Blocks in a ModuleList, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)) for _ in range(3))
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+FUNCTIONS: dict[str, Callable[..., Grads]] = {
+    "noise": noisy,
+    "weights": lambda d, w: {n: x + 0.3 * w[n] * w[n].norm() for n, x in d.items()},
+    "clipped": lambda d: bilevel.clip_norm(0.05)(d),
+}
+
+
+@pytest.mark.parametrize("how", [{"blocks": "auto"}, {"blocks": "auto", "store": "./here"}, {"checkpoint": "sqrt"}])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_under_blocks(name, how, tmp_path):
+    """Against the graphs of all steps; the dropout and the noise are the same."""
+    if "store" in how:
+        how = {**how, "store": tmp_path}
+    lam, x = torch.linspace(-1, 1, 6).requires_grad_(), torch.randn(6, 4)
+    h = lambda m: (lam.exp() * m(x)[:, 0].square()).mean()
+    found = []
+    for engine in ("unroll", bilevel.Reverse(**how)):
+        torch.manual_seed(0)
+        model = Stack()
+        options = {"solver": "gd", "optimizer": adamw_of(model), "direction": FUNCTIONS[name], "engine": engine}
+        with bilevel.inner(model, h, h, **options) as loop:
+            loop.run(4)
+            torch.manual_seed(1)
+            found.append(loop.hypergrad(lam))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-12)
+    assert found[0].norm() > 1e-4
+
+
+def adamw_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.05, eps=0.1)
+
+
+@pytest.mark.parametrize("kind", [Momentum, Counter])
+def test_a_state_of_its_own_is_refused_under_blocks(kind):
+    model, x = Stack(), torch.randn(6, 4)
+    h = lambda m: m(x).square().mean()
+    with refused("direction=", "a state of its own"):
+        with bilevel.inner(
+            model, h, h, solver="gd", lr=0.1, direction=kind(), engine=bilevel.Reverse(blocks="auto")
+        ) as loop:
+            loop.run(3)

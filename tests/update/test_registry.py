@@ -261,7 +261,7 @@ def test_a_class_that_has_a_rule(kind, engine):
 @pytest.mark.parametrize(
     ("rule", "what"),
     [
-        (without_decay, "the weight differs by .* after step 1.*Options in use: decay, momentum"),
+        (without_decay, "the weight differs by .* after step 1.*Other options in use: decay, momentum"),
         (without_momentum, "the weight differs by .* after step 2"),
         (dampened, "after step 3"),
         (another_name, "the state 'velocity' differs"),
@@ -284,7 +284,7 @@ def test_a_rule_is_compared_again_when_an_option_comes_into_use():
     with bilevel.inner(problem.model, problem.h, problem.g, solver="gd", optimizer=optimizer) as loop:
         loop.step(*problem.batch(0))
         optimizer.param_groups[0]["decay"] = 0.1
-        with pytest.raises(ValueError, match=r"Options in use: decay"):
+        with pytest.raises(ValueError, match=r"Other options in use: decay"):
             loop.step(*problem.batch(1))
     bilevel.optimizer_rule(Own)(own)
 
@@ -362,6 +362,41 @@ def test_a_comparison_moves_nothing_of_the_user():
         assert all(p.grad is g for p, g in zip(problem.model.parameters(), gradients, strict=True))
         assert torch.equal(torch.get_rng_state(), random)
         assert vars(optimizer) == held
+
+
+class Numbered(torch.optim.Optimizer):
+    """A count of updates as a number in the state, and momentum that grows with it."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        for p in (p for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state.update(step=0, v=torch.zeros_like(p))
+            state["step"] += 1
+            state["v"].mul_(1 - 1 / state["step"]).add_(p.grad)
+            p.sub_(group["lr"] * state["v"])
+
+
+@pytest.mark.parametrize("setting", ["", "stepped before"])
+def test_a_count_that_is_a_number(setting):
+    """It is read where a block begins, and written where it ends."""
+    bilevel.optimizer_rule(Numbered)(heavy_ball)
+    problem = Problem(Case("SGD", setting=setting))
+    problem.empty_optimizer = lambda model, **changed: Numbered(model.parameters())
+    with problem.block() as (model, loop, optimizer):
+        told = optimizer.state_dict()
+        loop.commit_(optimizer=True)
+    plain, theirs = problem.plain()
+    same_state(optimizer, theirs)
+    assert {s["step"] for s in told["state"].values()} == {s["step"] for s in theirs.state.values() if s}
+    problem.plain_step(model, optimizer, 1)
+    problem.plain_step(plain, theirs, 1)
+    assert distance(model.state_dict(), plain.state_dict()) < 1e-12
 
 
 # --- Lion, LBFGS ---
