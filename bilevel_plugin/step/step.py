@@ -286,6 +286,8 @@ class _Noting:
     def __call__(self, evaluation: Evaluation, found: Found) -> Found:
         self._piece.note(evaluation, found, self._since, self._known)
         if self._within is not None:
+            # a derivative may run a checkpointed part again, which changes buffers in place
+            found.left = {n: b if b.requires_grad else b.clone() for n, b in found.left.items()}
             self._within(self._piece, evaluation, found)
         if not self._graph:
             d = {n: d.detach() for n, d in found.direction.items()}
