@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..autograd.graph import DerivativeWarning, State, grad
 from .direction import DirectionFunction, hooks_of
-from .proof import derivative_error
+from .proof import CAUSES, TOLERANCE, derivative_error
 from .update import PulledUpdate, Update, add
 
 Each = Callable[[Callable[[Any], State], Any], State]  # maps a function of states over the tasks
-_TOLERANCE = 1e-4  # of derivatives in float64; those of float32 are compared less sharply
 
 
 class Call:
@@ -62,7 +61,7 @@ class Call:
         with torch.no_grad():
             again = self(d, w)
         for n, x in new.items():
-            if not (x.is_meta or torch.allclose(again[n], x, rtol=1e3 * torch.finfo(x.dtype).eps, equal_nan=True)):
+            if not (x.is_meta or torch.equal(again[n], x) or _is_close(again[n], x)):
                 raise RuntimeError(
                     f"bilevel.inner: {self.function.name} returned another direction when it was called again with the "
                     f"same gradient, at step k = {self._k} (for {n!r}): it has a state of its own, such as a momentum "
@@ -71,15 +70,18 @@ class Call:
                 )
         if self._checks and self._k & (self._k - 1) == 0:  # steps 1, 2, 4, …
             error = derivative_error(self, d, w)
-            if error is not None and error > _TOLERANCE:
+            if error is not None and error > TOLERANCE:
                 warnings.warn(
                     f"bilevel.inner: the derivative of {self.function.name} is not that of what it does, at step k = "
                     f"{self._k}: it differs by {error:.2%} from central differences, so the hypergradient may be "
-                    "wrong. Likely causes: .item(), float(), .detach() or torch.no_grad() in it. Compute with tensors "
-                    "in their place. check=False silences this warning.",
+                    f"wrong. {CAUSES}",
                     DerivativeWarning,
                     stacklevel=2,
                 )
+
+
+def _is_close(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, rtol=1e3 * torch.finfo(y.dtype).eps, equal_nan=True)
 
 
 def _random_states(devices: Iterable[torch.device]) -> dict[torch.device | None, Tensor]:
