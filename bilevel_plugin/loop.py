@@ -90,7 +90,7 @@ class Loop:
         self._origin = binding.initial_weights()
         binding.open()
         try:
-            update.open(lambda: self._z, check is not False)
+            update.open(lambda: self._z)
             self._tape = engine.tape()
             statistics = {n: binding.buffers[n].detach().clone() for n in binding.statistics}
             numbers = {**self._origin, **update.start, **statistics}

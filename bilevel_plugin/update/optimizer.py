@@ -13,7 +13,7 @@ from torch import Tensor
 from ..autograd.graph import State, map_tensors
 from . import formulas  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the rules of torch.optim)
 from .operations import is_on
-from .proof import NUMBERED, check_derivative, options_of, prove
+from .proof import NUMBERED, options_of, prove
 from .registry import Formula, Rule, Tensors, check_returned, rule_of
 from .solvers import Rate, evaluate
 from .update import CountOnce, PulledUpdate, Update, UpdateRule, add, optimizer_state, weight_of
@@ -72,15 +72,8 @@ class OptimizerRule(UpdateRule):
                 shared = rule.elementwise and x.dim() == 0 and p.dim() > 0
                 self.start[f"{name}@{key}"] = x.detach().clone() if shared else repeat_for_tasks(x.detach().clone())
 
-    def open(self, current: Callable[[], State], checks: bool) -> None:
+    def open(self, current: Callable[[], State]) -> None:
         self._prove()
-        if checks:
-            own = [(r, type(o).__name__, g) for r, o in zip(self._rules, self._optimizers, strict=True) if r.own
-                   for g in o.param_groups]  # fmt: skip
-            given = {"lr": 1.0, "params": list(self._names)}
-            own += [] if self._formula is None else [(self._formula, "optimizer=", given)]
-            for rule, name, group in own:
-                check_derivative(rule, name, group)
         self._watch.open(lambda optimizer: self._entries(optimizer, current()))
 
     def close(self) -> None:

@@ -191,39 +191,7 @@ def refuse_other_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-# --- the derivatives of rules and of functions of the direction ---
-
-
-def check_derivative(rule: Rule, name: str, group: Mapping[str, Any]) -> None:
-    """Warn if autograd does not differentiate a rule of one's own as it acts, on small tensors in its third update."""
-    stand_in = _stand_in(group, several=False)
-    options = {n: x for n, x in {**stand_in, **rule.options}.items() if n != "params"}
-    for p in stand_in["params"]:
-        generator, w, state = torch.Generator().manual_seed(3), p.detach(), dict[str, Tensor]()
-        d = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                random = torch.get_rng_state()
-                for count in (1, 2):
-                    w, state = check_returned(w, rule.formula(w, d / count, state, count=count, **options))
-                held = {n: x for n, x in state.items() if x.is_floating_point()}
-
-                def function(d: State, at: State, state: State = state) -> State:
-                    torch.set_rng_state(random)  # noqa: B023 (called in this turn alone)
-                    mine = {**state, **{n: x for n, x in at.items() if n}}
-                    new, after = check_returned(at[""], rule.formula(at[""], d[""], mine, count=3, **options))
-                    return {"": new, **{n: x for n, x in after.items() if x.is_floating_point()}}
-
-                error = derivative_error(function, {"": d}, {"": w, **held})
-        except Exception:  # a rule of certain shapes, say: the steps themselves report what is wrong with it
-            continue
-        if error is not None and error > TOLERANCE:
-            warnings.warn(
-                f"bilevel.inner: the derivative of the rule of {name} is not that of what it does: on a small tensor "
-                f"it differs by {error:.2%} from central differences, so the hypergradient may be wrong. {CAUSES}",
-                DerivativeWarning,
-                stacklevel=2,
-            )
+# --- the derivative of a function of the direction ---
 
 
 TOLERANCE = 1e-4  # of derivatives in float64

@@ -108,8 +108,8 @@ class UpdateRule(ABC):
     start: State  # the optimizer's tensors at the beginning
     has_no_rate: bool = False  # the direction already contains the rate (of a solver object)
 
-    def open(self, current: Callable[[], State], checks: bool) -> None:  # noqa: B027 (plain steps have no optimizer)
-        """Begin: `current` returns the state that the block has, and with `checks` wrong derivatives are warned of."""
+    def open(self, current: Callable[[], State]) -> None:  # noqa: B027 (plain steps have no optimizer)
+        """Called when the block begins. `current` returns the state that the block has."""
 
     def close(self) -> None:  # noqa: B027 (plain steps have no optimizer)
         """Called when the block ends."""

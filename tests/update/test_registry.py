@@ -399,35 +399,6 @@ def test_a_count_that_is_a_number(setting):
     assert distance(model.state_dict(), plain.state_dict()) < 1e-12
 
 
-def detached(w, d, state, *, lr, count, **_):
-    """Its steps are right, and its derivative is not: a rate by the norm, as a number."""
-    v = 0.9 * state["v"] + d if state else d
-    return w - lr * v / (1 + v.norm().item()), {"v": v}
-
-
-def whole(w, d, state, *, lr, count, **_):
-    v = 0.9 * state["v"] + d if state else d
-    return w - lr * v / (1 + v.norm()), {"v": v}
-
-
-def noisy(w, d, state, *, lr, count, **_):
-    return w - lr * d * (1 + 0.1 * torch.rand_like(w)), {"updates": torch.tensor(count)}
-
-
-@pytest.mark.parametrize("rule", [detached, whole, noisy, bilevel.lion])
-def test_a_rule_without_its_derivative_is_warned_of(rule):
-    """Where it is given to a block; a count among its tensors, and noise, are no cause."""
-    problem = Problem(Case("SGD"))
-    options = {"solver": "gd", "optimizer": rule, "lr": 0.1}
-    random = torch.get_rng_state()
-    if rule is detached:
-        with pytest.warns(bilevel.DerivativeWarning, match=r"derivative of the rule of optimizer= is not.*\.item\(\)"):
-            bilevel.inner(problem.model, problem.h, problem.g, **options).__enter__().close()
-        options["check"] = False
-    bilevel.inner(problem.model, problem.h, problem.g, **options).__enter__().close()
-    assert torch.equal(torch.get_rng_state(), random)
-
-
 # --- Lion, LBFGS ---
 
 
