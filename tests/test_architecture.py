@@ -93,10 +93,10 @@ def test_an_upward_edge_is_found_whatever_way_it_is_written(tmp_path):
 
 TESTS = Path(__file__).parent
 TESTED_BY = {  # files without one of their own, by the beginnings of their names
-    "engine/": "engine/test_every_engine.py", "pullback/": "pullback/test_every_pullback.py",
-    "autograd/": "autograd/test_graph.py", "step/": "step/test_step.py", "guards/": "model/test_model.py", "model/group": "model/test_ranks.py",
-    "update/": "update/test_update.py", "run": "test_loop.py", "collect": "test_loop.py", "inputs": "test_loop.py",
-    "outer": "test_outer_losses.py",
+    "autograd/": "autograd/test_graph.py", "collect": "test_loop.py", "engine/": "engine/test_every_engine.py",
+    "guards/": "model/test_model.py", "inputs": "test_loop.py", "model/group": "model/test_ranks.py",
+    "outer": "test_outer_losses.py", "pullback/": "pullback/test_every_pullback.py", "run": "test_loop.py",
+    "step/": "step/test_step.py", "update/": "update/test_update.py",
 }  # fmt: skip
 
 
