@@ -14,7 +14,7 @@ from .check.gradcheck import gradcheck
 from .check.sentinel import DerivativeWarning
 from .engine import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
 from .inner import Loop, inner
-from .kernels.replace import stop_gradient
+from .kernels.stopping import stop_gradient
 from .step.fetching import fetched
 from .step.record import RecordedStep
 from .step.step import LossMonitor, Moved, Step

@@ -15,7 +15,7 @@ from torch import nn
 
 from . import engine as engines
 from .engine import Engine
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .loop import Check, Inputs, Loop, Losses, flatten
 from .model.losses import Loss
 from .model.model import Binding

@@ -20,7 +20,7 @@ from .check.sentinel import Sentinel
 from .engine import Engine
 from .engine.base import End, OuterLoss
 from .engine.plan import Plan
-from .kernels.replace import EXCLUSIVE, full_precision
+from .kernels.switches import EXCLUSIVE, full_precision
 from .model.losses import Loss, WithKeywords, code_of, evaluating_loss, scalar
 from .model.model import AUX, OWNER, Binding, InnerProblem, Inside
 from .model.session import NESTED
@@ -92,6 +92,7 @@ class Loop:
         self._sentinel = Sentinel(binding, losses[1], check, sparing=engine.spares_memory)
         binding.warns = check is not False
         binding.graphs_are_kept = engine.keeps_graphs
+        binding.notes_leaves = engine.keeps_graphs or engine.traces_steps
         self._last: dict[object, RecordedStep] = {}  # the last step of each kind
         self._accumulated: list[Tensor] = []  # the losses that were accumulated since the last step
         self._reductions: dict[object, Reduction] = {}  # whether a loss is a mean or a sum, for micro=

@@ -28,7 +28,8 @@ from ..autograd.graph import leaves_read_since, sequence_number
 from ..autograd.missing import DerivativeWarning
 from ..autograd.trees import State, map_tensors, tensors_of
 from ..engine.plan import free
-from ..kernels.replace import NORMALISATIONS, evaluating
+from ..kernels.statistics import NORMALISATIONS
+from ..kernels.stopping import evaluating
 from ..model.losses import Loss, code_of
 from ..model.model import Binding, Inside
 from ..model.session import NESTED
@@ -185,7 +186,7 @@ class Probe:
             self._conditions.replaying(autocast=False),
             binding.swapped({**copies, **weights}) as inside,
             _InFloat64({**instead, **point.outer}),
-            binding.twice_differentiable(inside.taking),
+            binding.kernels(inside, follow=True),
             evaluating(inside.taking),
         ):
             inside.weights = weights

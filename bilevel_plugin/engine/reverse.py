@@ -16,7 +16,7 @@ from torch import Tensor
 from ..autograd.bytes import graph_bytes, peak_bytes
 from ..autograd.derive import Gradients, Traced, is_finite
 from ..autograd.trees import State, as_leaves, tensors_of
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..model.model import Binding
 from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
 from ..step.record import RecordedStep

@@ -53,7 +53,6 @@ class _UnrollTape(Tape):
 
     def __init__(self) -> None:
         self._start: State = {}
-        self._losses_seen: set[object] = set()
         self._edges: list[list[GradientEdge]] = []  # the place of each state in the graph, without its values
         self._losses: list[Tensor] = []  # the added losses, with their graphs
 
@@ -71,7 +70,7 @@ class _UnrollTape(Tape):
         return list(self._start.values())
 
     def step(self, step: RecordedStep, z: State, monitor: LossMonitor) -> Moved:
-        moved = step.take_with_whole_graph(z, monitor, self._losses_seen)
+        moved = step.take_with_whole_graph(z, monitor)
         self._remember(moved.to)
         return moved
 

@@ -13,11 +13,6 @@ from torch import Tensor, nn
 from ..autograd.trees import State
 
 
-def has_weight_norm(module: nn.Module) -> bool:
-    """Whether the module is torch's parametrization of weight_norm, or has torch's older hook for it."""
-    return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))
-
-
 def refuse_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(

@@ -30,23 +30,14 @@ from torch.nn.utils import parametrize
 
 from ..autograd.derive import without_hooks
 from ..autograd.graph import sequence_number
-from ..autograd.look import FirstLook
 from ..autograd.missing import DerivativeWarning
 from ..autograd.trees import State, as_leaves, map_tensors, same_bits, tensors_of
-from ..kernels.replace import (
-    EXCLUSIVE,
-    FIRST_ORDER,
-    NORMALISATIONS,
-    LongAttention,
-    PaddedEmbedding,
-    TakingDirection,
-    evaluating,
-    is_stopped,
-    stop_gradient,
-    twice_differentiable,
-)
-from .given import has_weight_norm, inner_parameters, refuse_model, refuse_shared_memory
-from .losses import Loss, active_models, check_arguments, code_of, value_and_aux
+from ..kernels.replace import Kernels, replaced
+from ..kernels.statistics import NORMALISATIONS, RunningStatistics
+from ..kernels.stopping import Evaluation, constant_in_step, evaluating, is_stopped, stop_gradient
+from ..kernels.switches import EXCLUSIVE
+from .given import inner_parameters, refuse_model, refuse_shared_memory
+from .losses import Loss, active_models, check_arguments, value_and_aux
 from .session import Session
 
 _RUNNING = ("running_mean", "running_var")
@@ -64,7 +55,8 @@ class Inside:
     watched: State  # other buffers that a step has changed
     buffers: Callable[[], State]
     swapped: State  # all tensors that replace tensors of the model
-    taking: TakingDirection
+    taking: Evaluation
+    statistics_of: RunningStatistics | None = None  # who normalises
 
 
 @dataclass(frozen=True)
@@ -118,16 +110,19 @@ class Binding:
             for n, b in m.named_buffers(recurse=False)
             if n in _RUNNING
         }
-        self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
+        self.running = self.statistics = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
         self.moving: set[str] = set()  # the statistics that a step of this loop has changed
         self.changing: set[str] = set()  # the other floating-point buffers that a step of this loop has changed
         self.stops_gradients = False  # whether a loss has called `stop_gradient`
+        self.derives = False  # whether a loss takes derivatives of its own
+        self.eager_only = ""  # why the losses can't run as compiled code, where no function is replaced
         self.aux: dict[str, Any] = {}  # what the losses last returned beside their values
         self.warns = True
         self.token = object()  # marks the weights of every step of this loop
-        self.evaluated_losses: set[object] = set()  # the losses that were evaluated before
-        self.noted: dict[int, Any] = {}  # the leaves that they use and that do not require grad, by id
-        self.graphs_are_kept = False
+        self.noted: dict[int, Any] = {}  # the leaves that losses use and that do not require grad, by id
+        self.graphs_are_kept = self.notes_leaves = False
+        self.outside: dict[int, Tensor] = {}  # the running statistics of other modules that a step has updated
+        self.unknown: tuple[str, str] | None = None  # why the derivative of running statistics is not known
         self._parameter_places = _places(self.modules, "_parameters", self.parameters)
         self._buffer_places = _places(self.modules, "_buffers", self.buffers)
         self._trainable = [p for p in model.parameters() if p.requires_grad]
@@ -136,10 +131,7 @@ class Binding:
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
         self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
-        self.weight_norm = any(map(has_weight_norm, self.modules))
-        # whether an embedding has a row of padding: a module, or a call of F.embedding that a loss was seen to make
-        self.padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
-        self.long_attention = False  # whether a loss calls F.scaled_dot_product_attention by another name
+        self._quantised = any(type(m).__module__.startswith(_QUANTISED) for m in self.modules)
         self._parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self._session: Session | None = None
         self.opened = 0  # autograd's sequence number at which the block was opened
@@ -389,17 +381,26 @@ class Binding:
 
     @contextmanager
     def inside(
-        self, z: State, buffers: State, *, graph: bool = False, statistics: bool = False, twice: bool | None = None
+        self,
+        z: State,
+        buffers: State,
+        *,
+        graph: bool = False,
+        statistics: bool = False,
+        twice: bool | None = None,
+        first: bool = False,
     ) -> Generator[Inside]:
         """Put weights and buffers into the model, to compute losses and their derivatives.
 
         With `graph`, a gradient can be differentiated a second time, unless `twice` is False. With `graph` and
-        `statistics`, the buffers that are part of the state can be differentiated for.
+        `statistics`, the buffers that are part of the state can be differentiated for. `first` says that a step is
+        taken, and not run again: then alone it may update running statistics of modules outside of the model.
         """
         follow = {n for n in self.statistics if n in z} if graph and statistics else set[str]()
         followed: State = {}
         watched: State = {}
         copies: State = {}
+        taking = Evaluation()
         with torch.set_grad_enabled(graph):
             for n in self.buffers:
                 old = z[n] if n in z else buffers[n]
@@ -417,12 +418,15 @@ class Binding:
         else:
             leaves = {n: z[n] for n in self.parameters}
             weights = self.weights_for_losses(leaves)
+            if any(x.grad_fn is not None for x in weights.values()):
+                if self.derives:  # what a loss derives by itself must not go through the weights into earlier steps
+                    weights = {n: constant_in_step(taking, x) for n, x in weights.items()}
+                else:
+                    taking.behind = tuple(weights.values())
             copies.update(weights)
         with (
-            self.swapped(copies) as inside,
-            self.twice_differentiable(inside.taking if graph else None, statistics=bool(follow))
-            if (graph if twice is None else twice) or not self._takes_kernels_of_plain_loop(graph, bool(follow))
-            else FIRST_ORDER,
+            self.swapped(copies, taking) as inside,
+            self.kernels(inside, graph, graph if twice is None else twice, follow=bool(follow), first=first),
             evaluating(inside.taking),
             # hooks on parameters belong to the direction (see updates.py), and not to its derivative
             without_hooks(self.parameters.values()) if self.own_parameters else _NOTHING,
@@ -432,17 +436,19 @@ class Binding:
                 yield inside
             finally:
                 self.stops_gradients = self.stops_gradients or inside.taking.stops
+                self.eager_only = self.eager_only or inside.taking.eager_only
+                self.derives = self.derives or inside.taking.derives
                 torch.clear_autocast_cache()  # a backward pass that ran code again may have left copies there
 
     @contextmanager
-    def swapped(self, tensors: State, taking: TakingDirection | None = None) -> Generator[Inside]:
+    def swapped(self, tensors: State, taking: Evaluation | None = None) -> Generator[Inside]:
         """Replace the parameters and buffers of the same names by these tensors."""
         places = [place for place in (*self._parameter_places, *self._buffer_places) if place[2] in tensors]
         before = [holder[name] for holder, name, _ in places]
         try:
             for holder, name, n in places:
                 holder[name] = tensors[n]
-            yield Inside(tensors, tensors, {}, {}, self._buffers_inside, tensors, taking or TakingDirection())
+            yield Inside(tensors, tensors, {}, {}, self._buffers_inside, tensors, taking or Evaluation())
         finally:
             for (holder, name, _), tensor in zip(places, before, strict=True):
                 holder[name] = tensor
@@ -461,46 +467,29 @@ class Binding:
             if n in buffers:
                 holder[name] = buffers[n]
 
-    def _takes_kernels_of_plain_loop(self, graph: bool, follow: bool) -> bool:
-        """Return whether the kernels of the plain loop give the same gradient, up to rounding, as the other kernels.
-
-        On a device the kernels may draw different random numbers. Running statistics and padded rows have a gradient
-        in g, and none in the plain loop.
-        """
-        others = follow or (graph and self.padded)
-        return not (others or self.devices or self.weight_norm or self.long_attention or self.vmaps_losses)
-
-    def twice_differentiable(
-        self, taking: TakingDirection | None = None, *, statistics: bool = True, compiled: bool = False
+    def kernels(
+        self, inside: Inside, graph: bool = True, twice: bool = True, *, follow: bool = False, first: bool = False
     ) -> AbstractContextManager[Any]:
-        """Avoid the kernels whose second derivative is missing or wrong.
+        """Replace the functions whose derivative with respect to the weights is missing or wrong, while losses run.
 
-        With `taking`, also avoid those that are constant in the direction of a step but not in its derivative.
+        With `graph`, a derivative is taken of more than the direction of a step; with `twice`, that of the direction.
         """
-        return twice_differentiable(
-            recurrent_on_gpu=self._recurrent_on_gpu,
-            weight_norm=self.weight_norm,
-            long_attention=self.long_attention and not compiled,
-            statistics=taking if statistics else None,
-            padded=taking if self.padded else None,
+        inside.statistics_of = RunningStatistics(
+            inside.taking, self._buffers_inside, self.outside, differentiable=follow, first=first, warns=self.warns
         )
-
-    def _first_look(self, name: str, loss: Loss, inside: Inside) -> AbstractContextManager[Any]:
-        if (key := (name, code_of(loss))) in self.evaluated_losses:
-            return _NOTHING
-        self.evaluated_losses.add(key)
+        inside.taking.unknown = self.unknown
         # the weights of one task are in the model only while a loss runs, not in the backward pass
         kept = self.graphs_are_kept or self.tasks is not None
-        return self._looking(FirstLook(self.noted, graphs_are_kept=kept), inside.taking)
-
-    @contextmanager
-    def _looking(self, look: FirstLook, taking: TakingDirection) -> Generator[None]:
-        rows = PaddedEmbedding(taking, first_look=True)
-        # the innermost mode is LongAttention, which looks at the function that has called the kernel
-        with _first_look(look, self.model), _NOTHING if self.padded else rows, LongAttention() as long:
-            yield
-        self.long_attention = self.long_attention or long.seen
-        self.padded = self.padded or rows.seen
+        mode = Kernels(
+            inside.taking,
+            differentiated=graph,
+            statistics=inside.statistics_of,
+            noted=self.noted if kept or self.notes_leaves else None,
+            graphs_are_kept=kept,
+        )
+        # on a device the kernels of the plain loop may draw different random numbers
+        fused = not (twice or self.devices or self.vmaps_losses)
+        return replaced(mode, fused=fused, recurrent_on_gpu=self._recurrent_on_gpu)
 
     def call(self, function: Callable[..., Any], inside: Inside, args: tuple[Any, ...], kwargs: Any = {}) -> Any:  # noqa: B006
         """Return function(model, *args), with the tensors of `inside` in the model."""
@@ -514,8 +503,8 @@ class Binding:
         inside.taking.evaluating = True
         before = [x._version for x in inside.weights.values()]
         try:
-            with self._first_look(name, loss, inside):
-                value, aux = self.call(lambda *args: value_and_aux(name, loss(*args)), inside, batch)
+            with _refusing_quantised(self.model) if self._quantised else _NOTHING:
+                value, aux = self.call(self._watched(name, loss, inside), inside, batch)
             self.aux[name] = map_tensors(self._as_aux, aux)
         except TypeError as error:
             check_arguments(name, loss, self.model, batch, error)
@@ -551,6 +540,20 @@ class Binding:
         finally:
             active_models().pop()
 
+    def _watched(self, name: str, loss: Loss, inside: Inside) -> Callable[..., Any]:
+        """Return the loss with its aux; where a step is taken, it notes statistics that the model updates itself."""
+
+        def run(*args: Any) -> Any:
+            statistics = inside.statistics_of
+            before = [] if statistics is None else statistics.versions(self.running)
+            returned = value_and_aux(name, loss(*args))
+            if statistics is not None:
+                statistics.note_foreign(before)
+                self.unknown = inside.taking.unknown
+            return returned
+
+        return run
+
     def _as_aux(self, x: Tensor) -> Tensor:
         """Detach a tensor that a loss returned beside its value, and mark it, so that no later batch can have it."""
         held = {_address(t) for t in (*self.parameters.values(), *self.buffers.values())} - {None}
@@ -565,8 +568,8 @@ def _address(x: Tensor) -> int | None:
 
 
 @contextmanager
-def _first_look(look: FirstLook, model: nn.Module) -> Generator[None]:
-    """Watch the operations of a loss, and refuse quantised modules, which have no derivative for their input."""
+def _refusing_quantised(model: nn.Module) -> Generator[None]:
+    """Refuse quantised modules whose input requires grad: they have no derivative with respect to it."""
     names = {id(m): n for n, m in model.named_modules()}
 
     def watch(module: nn.Module, args: Any) -> None:
@@ -581,8 +584,7 @@ def _first_look(look: FirstLook, model: nn.Module) -> Generator[None]:
 
     handle = nn.modules.module.register_module_forward_pre_hook(watch)
     try:
-        with look:
-            yield
+        yield
     finally:
         handle.remove()
 

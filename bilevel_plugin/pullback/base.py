@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..autograd.derive import vjp
 from ..autograd.trees import State
+from ..kernels.statistics import unknown_statistics
 from ..model.model import Inside
 from ..step.conditions import undisturbed
-from ..step.step import Evaluated, Step, statistics_under_checkpointing
+from ..step.step import Evaluated, Step
 from ..update.update import PulledUpdate, add, weight_of
 
 
@@ -82,8 +83,8 @@ def pull_through(
         along = {n: u if share == 1 else u * share for n, u in after_update.cotangent.items()}
         along.update({n: a[n] for n in followed if n in a})
         inputs = [*inside.leaves.values(), *inside.statistics.values(), *wanted]
-        if inside.taking.without_graph and any(n in a for n in followed):
-            raise RuntimeError(statistics_under_checkpointing("g in training mode"))
+        if inside.taking.unknown and any(n in a for n in followed):
+            raise unknown_statistics(inside.taking.unknown, "g in training mode")
         watched = list(inside.watched.values())
         grads = vjp(outputs, along, [*inputs, *watched], retain_graph=step.runs_into_other_graphs)
         binding.warn_if_read(dict(zip(inside.watched, grads[len(inputs) :], strict=True)))
@@ -91,7 +92,7 @@ def pull_through(
     named = {**inside.leaves, **inside.statistics}
     unknown = found.without_value | frozenset(binding.statistics)
     to = {name: x for name, x in after_update.to.items() if weight_of(name) not in unknown}
-    if not inside.taking.without_graph:
+    if not inside.taking.unknown:
         to.update({name: x.detach() for name, x in followed.items()})
     through = dict(zip(named, grads, strict=False))
     pulled = joined(step, after_update, through, inside.statistics, grads[len(named) :], to, found.values)

@@ -33,7 +33,7 @@ from ..autograd.graph import leaf_of, nodes, sequence_number
 from ..autograd.look import hooks_on_saved
 from ..autograd.missing import explained
 from ..autograd.trees import State
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..model.losses import code_of
 from ..model.model import Inside
 from ..step.conditions import drawn_from, random_states, set_modes, set_random_states, undisturbed
@@ -180,7 +180,7 @@ class _Tangents:
             with _OnDualNumbers() as blocks.dual, blocks.installed(self._modules):
                 with _unsuited("a loss"):
                     weighted, values = step.losses(inside)
-                if inside.taking.stops or inside.taking.without_graph:
+                if inside.taking.stops or inside.taking.unknown:
                     raise Unsuited("a loss stops a gradient, or updates running statistics under checkpointing")
                 with torch.enable_grad():
                     outputs = [sum(weighted[1:], weighted[0])]

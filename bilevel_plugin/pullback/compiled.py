@@ -17,7 +17,9 @@ from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
 from ..autograd.trees import State, as_leaves, map_tensors
-from ..kernels.replace import NORMALISATIONS, TakingDirection
+from ..kernels.statistics import NORMALISATIONS
+from ..kernels.stopping import Evaluation
+from ..kernels.switches import Patched
 from ..model.losses import Loss
 from ..model.model import Binding, InnerProblem
 from ..step.step import Moved, Step
@@ -33,7 +35,7 @@ class _Functions:
 
     def __init__(self, binding: Binding, losses: Sequence[Loss], only: frozenset[str] | None) -> None:
         self._seen: list[Tensor] = []
-        names, taking = tuple(binding.parameters), TakingDirection()
+        names, taking = tuple(binding.parameters), Evaluation()
         moved = [n for n in names if only is None or n in only]
 
         def evaluate(w: State, rates: list[Tensor], buffers: State, batches: list[Any], graph: bool) -> Any:
@@ -170,10 +172,8 @@ class Compiler:
             self.disable("a loss returns more than its value")
         elif binding.stops_gradients:
             self.disable("a loss calls stop_gradient, which compiled code would ignore")
-        elif binding.padded:
-            self.disable("an embedding has padding_idx, whose compiled second derivative is wrong")
-        elif binding.weight_norm:
-            self.disable("the model has weight_norm, whose compiled second derivative is wrong")
+        elif binding.eager_only:
+            self.disable(binding.eager_only)
         elif binding.moving and not all(judged):
             self.disable("a loss uses running statistics in eval mode, whose derivative is not compiled")
         elif any(torch.is_autocast_enabled(kind) for kind in binding.device_types):
@@ -219,11 +219,19 @@ class CompiledStep(Step):
             _CACHE[key] = _Functions(self.binding, losses, self.only)
         return _CACHE[key]
 
-    def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
+    def move(
+        self,
+        z: State,
+        buffers: State,
+        *,
+        graph: bool,
+        within: Callable[[Moved], None] | None = None,
+        first: bool = False,
+    ) -> Moved:
         binding = self.binding
         if not graph and self._compiler.is_known(self):
             try:
-                with binding.twice_differentiable(compiled=True):
+                with Patched(False):
                     w = {n: z[n] for n in binding.parameters}
                     d, values, after, seen = self.functions().gradient(w, *self.arguments(buffers, z))
                 if any(x.grad_fn is not None for x in seen):
@@ -243,7 +251,7 @@ class CompiledStep(Step):
                     within(moved)
                 return moved
         before, random = [m.training for m in binding.modules], torch.get_rng_state()
-        moved = super().move(z, buffers, graph=graph, within=within)
+        moved = super().move(z, buffers, graph=graph, within=within, first=first)
         if not self._compiler.is_known(self):
             self._compiler.examine(self, before, not torch.equal(random, torch.get_rng_state()))
         return moved
@@ -258,7 +266,7 @@ class CompiledStep(Step):
         functions, arguments = self.functions(), self.arguments(buffers, z)
         w = {n: z[n] for n in binding.parameters}
         try:
-            with binding.twice_differentiable(compiled=True):
+            with Patched(False):
                 d = known_direction(self, z, after)
                 if d is None:
                     d = binding.mean_of_direction(functions.gradient(w, *arguments)[0])

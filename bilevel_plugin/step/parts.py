@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..autograd.trees import State
-from ..kernels.replace import EXCLUSIVE
+from ..kernels.switches import EXCLUSIVE
 from ..model.losses import Loss
 from ..model.model import Binding
 from .conditions import drawn_from, random_states, undisturbed

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..autograd.derive import Gradients, Traced, norm
 from ..autograd.graph import GRAPH_TO_WEIGHTS, find_leaves, reads_since, sequence_number
 from ..autograd.trees import Pairs, State, same_bits, tensors_of
-from ..kernels.replace import EXCLUSIVE
-from ..model.losses import code_of, evaluating_loss
+from ..kernels.switches import EXCLUSIVE
+from ..model.losses import evaluating_loss
 from ..model.model import OWNER, Binding
 from ..model.session import NESTED
 from ..pullback import micro, separate
@@ -256,7 +256,7 @@ class RecordedStep(Recorded):
             NESTED.clear()
         with EXCLUSIVE:  # no other thread may draw between the two readings of the random state
             conditions = self.conditions or Conditions(binding)
-            moved = self.step.move(z, self.buffers, graph=graph, within=note)
+            moved = self.step.move(z, self.buffers, graph=graph, within=note, first=True)
             conditions.end_of_call()
         self.conditions = conditions
         if self.source is not None:
@@ -266,20 +266,18 @@ class RecordedStep(Recorded):
             moved.to = {n: x.detach().clone() if id(x) in own else x.detach() for n, x in moved.to.items()}
         return moved
 
-    def take_with_whole_graph(self, z: State, monitor: LossMonitor, known: set[object]) -> Moved:
-        """Take the step as a part of the graph of z, and record nothing. `known` has the losses of earlier steps."""
+    def take_with_whole_graph(self, z: State, monitor: LossMonitor) -> Moved:
+        """Take the step as a part of the graph of z, and record nothing but its outer variables."""
         step, binding, since = self.step, self.step.binding, sequence_number()
-        moved = step.move(z, self.buffers, graph=True)
+        moved = step.move(z, self.buffers, graph=True, first=True)
         # A weight that does not change must be a new tensor in the next step. Otherwise the direction of that step
         # would go back through this step, by a buffer that this step has changed.
         moved.to = {n: x.view_as(x) if x is z.get(n) and x.requires_grad else x for n, x in moved.to.items()}
         binding.check_not_written(z, self.k)
         for name, mean in moved.means.items():
             monitor.record_loss(self.k, name, mean, z)
-        for (name, loss, _), value in zip(step.terms, moved.weighted, strict=True):
-            if (key := (name, code_of(loss))) not in known:
-                self.leaves += leaves_of_loss(name, value, moved.at, binding, (), since)
-                known.add(key)
+        for term, value in zip(step.terms, moved.weighted, strict=True):
+            self._add_leaves(leaves_of_loss(term.name, value, moved.at, binding, (), since))
         return moved
 
     def _note(self, moved: Moved, z: State, monitor: LossMonitor, since: int) -> None:

@@ -17,7 +17,9 @@ from ..autograd.derive import grad
 from ..autograd.graph import find_leaves
 from ..autograd.missing import explained
 from ..autograd.trees import State, same_bits
-from ..kernels.replace import full_precision, is_stopped
+from ..kernels.statistics import unknown_statistics
+from ..kernels.stopping import is_stopped
+from ..kernels.switches import full_precision
 from ..model.losses import Loss
 from ..model.model import Binding, InnerProblem, Inside
 from ..update.solvers import Value
@@ -202,18 +204,26 @@ class Step:
         direction = binding.joined([one.direction for one in found])
         return Evaluated(found[0].weighted, values, direction, after, leaves=list(leaves.values()), at=found[0].at)
 
-    def move(self, z: State, buffers: State, *, graph: bool, within: Callable[[Moved], None] | None = None) -> Moved:
+    def move(
+        self,
+        z: State,
+        buffers: State,
+        *,
+        graph: bool,
+        within: Callable[[Moved], None] | None = None,
+        first: bool = False,
+    ) -> Moved:
         """Take the step from z. `within` is called while the weights, and the graph if any, are still in the model."""
         binding = self.binding
-        with binding.inside(z, buffers, graph=graph, statistics=graph) as inside:
+        with binding.inside(z, buffers, graph=graph, statistics=graph, first=first) as inside:
             found = self.evaluate(inside, create_graph=graph)
             if self.micro is not None:
                 _refuse_changed_buffers(found.buffers, {**buffers, **z})
             means = binding.means_of_losses(found.values, self.what)
             at = {**z, **inside.leaves, **inside.statistics} if graph else z
             to, moved_weights, leaves = self.updated(at, found.direction, graph)
-            if graph and inside.taking.without_graph:
-                raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
+            if graph and inside.taking.unknown:
+                raise unknown_statistics(inside.taking.unknown, "engine='reverse' with g in training mode")
             at = at if found.at is None else {**at, **found.at}
             moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, found.leaves, at)
             moved.moved, moved.leaves_of_update = moved_weights, leaves
@@ -325,14 +335,6 @@ def gradient(weighted: list[Tensor], inside: Inside, create_graph: bool, only: C
     finally:
         inside.taking.on = False
     return {n: d.to_dense() if d.is_sparse else d for n, d in zip(weights, grads, strict=True) if d is not None}
-
-
-def statistics_under_checkpointing(instead: str) -> str:
-    return (
-        "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a "
-        f"loss uses them in eval mode. The derivative of that update is not known. Use {instead}, or take the layer "
-        "out of the checkpointed part."
-    )
 
 
 def _refuse_changed_buffers(after: State, before: State) -> None:
