@@ -140,21 +140,19 @@ class RunningStatistics:
                 self._versions[id(running)] = running._version
 
     def versions(self, names: Iterable[str]) -> list[tuple[str, Tensor, int]]:
-        """Return these statistics as the model holds them, with their versions, for `note_foreign`."""
-        held = self._held()
-        return [(n, held[n], held[n]._version) for n in names]
+        """Return these statistics as the model holds them, with their versions, if a step is taken here."""
+        held = self._held() if self._first else {}
+        return [(n, held[n], held[n]._version) for n in names if n in held]
 
-    def note_foreign(self, before: list[tuple[str, Tensor, int]]) -> None:
-        """Note statistics that were changed since by other code than a normalisation, such as that of a subclass."""
-        held = self._held()
+    def foreign(self, before: list[tuple[str, Tensor, int]]) -> tuple[str, str] | None:
+        """Return why statistics that other code than a normalisation has changed since have no known derivative."""
+        held = self._held() if before else {}
         for n, b, version in before:
             same = held[n] is b and b._version == self._versions.get(id(b), version)
             if not (same or is_stopped(held[n])):
-                self._evaluation.unknown = (
-                    f"the model updates the running statistics {n!r} by code of its own, not by F.batch_norm",
-                    "leave bilevel.stop_gradient(...) of the new statistics in that buffer",
-                )
-                return
+                what = f"the model updates the running statistics {n!r} by code of its own, not by F.batch_norm"
+                return what, "leave bilevel.stop_gradient(...) of the new statistics in that buffer"
+        return None
 
 
 def unknown_statistics(unknown: tuple[str, str], instead: str) -> RuntimeError:

@@ -547,9 +547,8 @@ class Binding:
             statistics = inside.statistics_of
             before = [] if statistics is None else statistics.versions(self.running)
             returned = value_and_aux(name, loss(*args))
-            if statistics is not None:
-                statistics.note_foreign(before)
-                self.unknown = inside.taking.unknown
+            if statistics is not None and (found := statistics.foreign(before)):
+                self.unknown = inside.taking.unknown = found
             return returned
 
         return run

@@ -33,6 +33,7 @@ from ..autograd.graph import leaf_of, nodes, sequence_number
 from ..autograd.look import hooks_on_saved
 from ..autograd.missing import explained
 from ..autograd.trees import State
+from ..kernels.stopping import Evaluation
 from ..kernels.switches import full_precision
 from ..model.losses import code_of
 from ..model.model import Inside
@@ -177,11 +178,11 @@ class _Tangents:
                     inside.leaves[n].copy_(forward_ad.make_dual(z[n], u.pop(n)))
             binding.note_versions()
             blocks = _Blocks(step, inside, self._wanted)
-            with _OnDualNumbers() as blocks.dual, blocks.installed(self._modules):
+            with _OnDualNumbers(inside.taking) as blocks.dual, blocks.installed(self._modules):
                 with _unsuited("a loss"):
                     weighted, values = step.losses(inside)
                 if inside.taking.stops or inside.taking.unknown:
-                    raise Unsuited("a loss stops a gradient, or updates running statistics under checkpointing")
+                    raise Unsuited((inside.taking.unknown or ("a loss stops a gradient",))[0])
                 with torch.enable_grad():
                     outputs = [sum(weighted[1:], weighted[0])]
                 along = [torch.ones_like(outputs[0])]
@@ -451,9 +452,9 @@ class _OnDualNumbers(TorchFunctionMode):
     block, operations run without a graph, while grad mode stays as the block expects it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, evaluation: Evaluation) -> None:
         super().__init__()
-        self._on, self._without_graphs, self.in_block = True, False, False
+        self._on, self._evaluation, self.in_block = True, evaluation, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._on and not self.in_block and hooks_on_saved is not None and hooks_on_saved(True) is not None:
@@ -466,7 +467,7 @@ class _OnDualNumbers(TorchFunctionMode):
                 torch._C._set_fwd_grad_enabled(args[0])  # pyright: ignore
         elif func is F.embedding and self._on:
             func = _embedding
-        if self._without_graphs:
+        if self._evaluation.without_graphs:
             with torch.no_grad():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -474,11 +475,11 @@ class _OnDualNumbers(TorchFunctionMode):
     @contextmanager
     def without_graphs(self) -> Generator[None]:
         """Record no graph inside this context."""
-        self._without_graphs = True
+        self._evaluation.without_graphs = True
         try:
             yield
         finally:
-            self._without_graphs = False
+            self._evaluation.without_graphs = False
 
     @contextmanager
     def off(self) -> Generator[None]:
