@@ -142,6 +142,12 @@ def _normalisation(kernels: Kernels, func: Any, *args: Any, **kwargs: Any) -> Te
     return (func if kernels.statistics is None else functools.partial(kernels.statistics, func))(*args, **kwargs)
 
 
+def _add_in_place(kernels: Kernels, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if kernels.statistics is not None and kernels.statistics.leaves_alone(x):
+        return x
+    return func(x, *args, **kwargs)
+
+
 def _batch_norm(
     kernels: Kernels, func: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
@@ -212,6 +218,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     torch.batch_norm: _batch_norm,
     torch.instance_norm: _batch_norm,
     torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    Tensor.add_: _add_in_place,
     Tensor.mul: _product,
     Tensor.__mul__: _product,
     Tensor.register_hook: _register_hook,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd.look import checkpointing
+from ..autograd.look import called_by, checkpointing
 from ..autograd.missing import DerivativeWarning
 from ..autograd.trees import State
 from .stopping import Evaluation, constant_in_step, is_stopped
@@ -93,6 +93,11 @@ class RunningStatistics:
         if not by_batch and id(mean) in self._outside and torch.is_grad_enabled():
             self._read_outside(mean)
         return func(x, mean, var, *rest)
+
+    def leaves_alone(self, x: Tensor) -> bool:
+        """Whether a normalisation outside of the model is about to count a batch that it has counted before."""
+        counter = x.dim() == 0 and not x.is_floating_point() and not self._first
+        return counter and called_by("torch.nn.modules.batchnorm") and not self._is_own(x)
 
     def _read_outside(self, mean: Tensor) -> None:
         what = (
