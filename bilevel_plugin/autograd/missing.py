@@ -106,6 +106,13 @@ class explained:
                 "what was computed from the weights of the model before the block, which writes to them, compute it "
                 f"from their .clone(). Otherwise give the operation that changes a tensor a clone. (torch: {text})"
             ) from error
+        if "nested_tensor" in text or "view was created in no_grad mode and is being modified inplace" in text:
+            raise RuntimeError(
+                no_second_derivative(
+                    "an operation on a jagged tensor, such as unbind(),",
+                    "its rows x.values() with x.offsets() and engine='reverse', or a padded tensor",
+                )
+            ) from error
         if "is not implemented" in text or "not differentiable" in text or "does not support" in text:
             for op, (what, instead) in _UNDERIVED.items():
                 if op in text:
