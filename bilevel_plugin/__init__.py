@@ -20,7 +20,9 @@ from .step.fetching import fetched
 from .step.step import Step
 from .step.traced import traced
 from .update.direction import clip_norm, clip_value
+from .update.formulas import lion
 from .update.registry import optimizer_rule
+from .update.sam import sam
 from .update.schedules import constant, convergent, power
 from .update.solvers import BDA, GD, BiGSAM, Penalty, Rate, StepRule, Value, evaluate
 from .update.update import Update
@@ -60,8 +62,10 @@ __all__ = [
     "fetched",
     "gradcheck",
     "inner",
+    "lion",
     "optimizer_rule",
     "power",
+    "sam",
     "stop_gradient",
     "traced",
 ]

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,9 +27,11 @@ from .model.ranks import Alone
 from .model.tasks import Tasks
 from .run import Check, Run
 from .update import solvers
-from .update.direction import Transform, checked_direction, resolve_clip
+from .update.direction import Transform, bound_clip, checked_direction, observed, resolve_clip
 from .update.optimizer import OptimizerRule
+from .update.prepared import Preparation
 from .update.registry import Formula
+from .update.sam import refuse_unclear
 from .update.solvers import Rate, StepRule
 from .update.update import DescentRule, UpdateRule
 from .update.watch import resolve_optimizer
@@ -52,6 +54,7 @@ def inner(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Formula | None = None,
     direction: Transform | None = None,
     clip: float | Transform | None = None,
+    unused: Literal["skip", "zero"] = "skip",
     engine: str | Engine = "reverse",
     tasks: int | None = None,
     group: ProcessGroup | None = None,
@@ -75,8 +78,12 @@ def inner(
             applied to the solver's direction. They are read, never stepped. It may also be a rule of your own, a
             function rule(w, d, state, *, lr, count) -> (new w, new state) of one weight: see `optimizer_rule`.
         direction: what your loop does to .grad before it clips and steps, as a function from a dict of tensors, keyed
-            by the names of the weights, to another such dict.
-        clip: the largest norm of the direction, as in torch.nn.utils.clip_grad_norm_; or `clip_value(...)`.
+            by the names of the weights, to another such dict. A function of two arguments is given the weights too.
+        clip: the largest norm of the direction, as in torch.nn.utils.clip_grad_norm_; or `clip_norm(..., over=...)`, or
+            `clip_value(...)`.
+        unused: what a step does to weights that its losses do not use. "skip" leaves them alone, as zero_grad() does.
+            "zero" gives a weight that had a gradient before one of zeros, as zero_grad(set_to_none=False) does, so that
+            momentum and weight decay go on.
         engine: "reverse", "unroll", "forward", "cg", "neumann", or an object such as Reverse(checkpoint="sqrt").
         tasks: the number N of inner problems to solve at once. The first dimension of a batch is the task, and losses
             are summed over the tasks. The model keeps its weights; `loop(x)` and `loop.weights` have those of the
@@ -104,7 +111,7 @@ def inner(
         ...     print(loop.hypergrad(lam))
         tensor(-1.)
     """
-    return Inner(model, h, g, solver, lr, optimizer, direction, clip, engine, tasks, group, local, check)
+    return Inner(model, h, g, solver, lr, optimizer, direction, clip, unused, engine, tasks, group, local, check)
 
 
 class Inner:
@@ -120,6 +127,7 @@ class Inner:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Formula | None,
         direction: Transform | None,
         clip: float | Transform | None,
+        unused: Literal["skip", "zero"],
         engine: str | Engine,
         tasks: int | None,
         group: ProcessGroup | None,
@@ -150,7 +158,12 @@ class Inner:
             )
         self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)
-        self._direction, self._clip = checked_direction(direction), resolve_clip(clip)
+        self._direction, self._clip = checked_direction(direction), resolve_clip(clip, model, self._optimizers)
+        refuse_unclear(h, model, self._optimizers)
+        self._optimizers = observed(self._clip, self._optimizers)
+        if unused not in ("skip", "zero"):
+            raise ValueError(f"bilevel.inner: unused= takes 'skip' or 'zero', got {unused!r}.")
+        self._unused = unused
         for name, given in (("clip=", clip), ("direction=", direction)):
             if given is not None and optimizer is None and self._rate is None:
                 raise ValueError(
@@ -220,8 +233,16 @@ class Inner:
                 "torch.no_grad() around it if it is meant to be a constant."
             )
         model, update = self._bind()  # bound anew, since the model may change between the calls of a decorator
-        transforms = [t for t in (self._direction, self._clip) if t is not None]
-        loop = Loop(Run(model, self._losses, self._rule, update, transforms, self._engine, self._check))
+        functions = self._direction, bound_clip(self._clip, model.parameters)
+        prepare = Preparation(
+            model.parameters,
+            model.tasks.map,
+            [f for f in functions if f is not None],
+            zeros=self._unused == "zero",
+            checks=self._check is not False,
+            has_no_rate=update.has_no_rate,
+        )
+        loop = Loop(Run(model, self._losses, self._rule, update, prepare, self._engine, self._check))
         self._open[get_ident()].append(loop)
         watch.opened(self, loop)
         return loop

@@ -27,7 +27,7 @@ from .step.monitor import LossMonitor
 from .step.piece import Piece, Term
 from .step.pieces import pieces_of
 from .step.step import Step
-from .update.direction import Transform, Transformed, hooks_of
+from .update.prepared import Preparation, Prepared
 from .update.solvers import StepRule, Value
 from .update.update import Update, UpdateRule
 
@@ -44,16 +44,17 @@ class Run:
         losses: tuple[Loss, Loss | None],
         rule: StepRule,
         update: UpdateRule,
-        transforms: Sequence[Transform],
+        prepare: Preparation,
         engine: Engine,
         check: Check,
     ) -> None:
         self.model, self.rule, self.update, self.engine = model, rule, update, engine
-        self.transforms = transforms  # direction= and clip=
+        self.prepare = prepare  # what comes between the gradient and Υ
         self.h, self.g = losses
         self.origin = model.initial_weights()
         model.open()
         try:
+            update.open(lambda: self.z)
             self.tape = engine.tape()
             statistics = {n: model.buffers[n].detach().clone() for n in model.seen.statistics}
             numbers = {**self.origin, **update.start, **statistics}
@@ -61,6 +62,7 @@ class Run:
             self.buffers = {n: b.detach().clone() for n, b in model.buffers.items() if n not in statistics}
             model.hold(self.z, self.buffers)
         except BaseException:
+            update.close()
             model.close()
             raise
         self.held, self.seals, self.monitor = Held(model), Seals(model), LossMonitor()
@@ -138,7 +140,7 @@ class Run:
         self.seals.check_variables()
         model.seen.aux.clear()
         step = self.open or Step(k, model, self.buffers, only)
-        before, hooks, pieces = (list(step.pieces), step.open, step.calls), self._hooks(), list[Piece]()
+        before, hooks, pieces = (list(step.pieces), step.open, step.calls), self.prepare.hooks(k), list[Piece]()
         means: State = {}
         with EXCLUSIVE:
             try:
@@ -146,13 +148,16 @@ class Run:
                     tape.begin(step, self.z, whole=close)
                 if terms or not step.pieces:
                     pieces = pieces_of(model, terms, only, micro)
-                    pieces[-1].hooks = None if close and not step.pieces else hooks
+                    if hooks is not None and (step.pieces or not close):
+                        pieces[-1].hooks = lambda d: hooks(d, {})
                     means = tape.evaluate(step, self.z, pieces, cut, self.monitor)
                 self.held.check_not_written(self.z, k)
                 self.open = step
                 if close:
-                    applied = any(piece.hooks is not None for piece in step.pieces)
-                    self._close(step, self._update_at(k, None if applied else hooks))
+                    update = self.prepare(self.update.at_step(k), k, only)
+                    if hooks is not None and all(piece.hooks is None for piece in step.pieces):
+                        update = Prepared([hooks], update)
+                    self._close(step, update)
             except BaseException:
                 step.pieces, step.open, step.calls = before  # what this call has added is dropped
                 self.open = step if step.calls else None
@@ -167,6 +172,7 @@ class Run:
         buffers = step.open.buffers
         to = self.tape.close(step, self.z, update)
         self.update.count(step.moved)
+        self.prepare.count(step.moved)
         self.trained.update(step.moved)
         self.z, self.buffers = as_leaves(to) if self.tape.replays else to, buffers
         self.open, self.k, self.accumulated = None, step.k, []
@@ -182,27 +188,6 @@ class Run:
                     self.seals.note_batch(piece.record.k, t.name, t.batch)
             if self.engine.keeps_graphs or self.engine.traces_steps:
                 self.seals.note_variables(piece.record.leaves)
-
-    def _hooks(self) -> Transform | None:
-        """Return the hooks on parameters, as a function of the direction."""
-        hooks, each = hooks_of(self.model.parameters), self.model.tasks.map
-        if hooks is not None and self.update.has_no_rate:
-            raise ValueError(
-                "bilevel.inner: a parameter has a hook on its gradient, and the rates are the solver object's: the "
-                "hook would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by "
-                "name."
-            )
-        return None if hooks is None else lambda d: each(hooks, d)
-
-    def _update_at(self, k: int, hooks: Transform | None) -> Update:
-        """Return Υ_k, preceded by hooks on parameters, direction= and clip=."""
-        update, each = self.update.at_step(k), self.model.tasks.map
-        if self.transforms:
-            own = any(getattr(t, "may_close_over", True) for t in self.transforms)
-            update = Transformed(
-                [lambda d, t=t: each(t, d) for t in self.transforms], update, closes_over=own or update.closes_over
-            )
-        return update if hooks is None else Transformed([hooks], update, closes_over=True)
 
     def weights_of_losses(self, k: int) -> list[Value]:
         """Return how much of ∇h and of ∇g goes into step k."""
@@ -318,6 +303,7 @@ class Run:
             if announce:
                 self.model.ranks.means({}, "end")
         finally:
+            self.update.close()
             with EXCLUSIVE:
                 self.model.close()
             self.z, self.origin, self.buffers, self.outer, self.kinds, self.open = {}, {}, {}, (), {}, None

@@ -126,6 +126,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"lr": 0.02, "maximize": True},
         {"lr": 0.02, "foreach": True},
     ],
+    "Adafactor": [
+        {"lr": 0.05, "weight_decay": 0.1, "beta2_decay": -0.7, "d": 1.05},  # at d = 1 the first step is at a kink
+        {"lr": 0.05},
+        {"lr": 0.6, "eps": (1e-3, 0.3)},  # rates are bounded by 1/√t, and by 0.3
+        {"lr": 0.05, "maximize": True, "d": 1.2},
+        {"lr": 0.05, "weight_decay": 0.1, "foreach": True},
+    ],
     "Muon": [
         {"lr": 0.05, "weight_decay": 0.1, "momentum": 0.8},
         {"lr": 0.05, "nesterov": False},

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from ..autograd.derive import grad
 from ..autograd.trees import State
-from .differences import Difference, Scale, compare, groups
+from .differences import Difference, Scale, agrees, compare, groups
 from .double import random_like
 
 TOLERANCE = 1e-4
 SCALE = Scale((1e-7, 1e-9, 1e-5), TOLERANCE, 2**-53)
 _FLOOR = 1e-6  # the size of a part, relative to the largest, below which its error is measured by this size
 WEIGHTS = "the weights"
+_FAR = 1e3  # parts that differ by more are not moved together
 # (by, the weights to move, the values of outer variables) → the value, and which outer variables were read
 Function = Callable[[float, Collection[str], Mapping[int, Tensor]], tuple[Tensor, set[int]]]
 
@@ -72,28 +73,36 @@ class Parts:
         moving = {*trained, *self._along} & self._t.keys()
         in_weights = sum(self._along.values())
         floor = _FLOOR * max(float(here.abs()), abs(in_weights), *sizes.values(), 0.0)
+        names = {id(x): f"the outer variable of shape {tuple(x.shape)}" for x, *_ in self._outer}
         read: set[int] = set()
 
-        def one(names: Collection[str], keys: Collection[int], got: float, what: str) -> Compared:
+        def moved(weights: Collection[str], factors: Mapping[int, float]) -> Callable[[float], Tensor]:
             def at(by: float) -> Tensor:
-                moved = {key: x + by * along[key] if key in keys else x for key, x in still.items()}
-                value, seen = f(by, names, {key: x.detach().requires_grad_() for key, x in moved.items()})
+                outer = {key: x + by * factors[key] * along[key] if key in factors else x for key, x in still.items()}
+                value, seen = f(by, weights, {key: x.detach().requires_grad_() for key, x in outer.items()})
                 read.update(seen)
                 return value
 
-            found = compare(got, at, SCALE, typical=floor, here=here)
+            return at
+
+        def one(weights: Collection[str], keys: Collection[int], got: float, what: str) -> Compared:
+            found = compare(got, moved(weights, dict.fromkeys(keys, 1.0)), SCALE, typical=floor, here=here)
             return Compared(what, found, got != 0 or found.error > 0)
 
-        result = [one(moving, (), in_weights, WEIGHTS)]
+        # all parts at once, each moved so far that its share is that of the others, and none can drown
+        comparable = {key: size for key, size in sizes.items() if size and 1 / _FAR < abs(in_weights / size) < _FAR}
+        equal = {key: in_weights / size for key, size in comparable.items()}
+        got = in_weights + sum(equal[key] * sizes[key] for key in equal)
+        together = agrees(got, moved(moving, equal), SCALE, here, floor) if in_weights else None
+        if together is not None:
+            result = [Compared(what, together, True) for what in (WEIGHTS, *(names[key] for key in equal))]
+        else:
+            result, equal = [one(moving, (), in_weights, WEIGHTS)], {}
         # what was not read a second time is a leaf that the loss itself makes, as gradient penalties do
-        parts = groups({key: size for key, size in sizes.items() if key in read})
-        names = {id(x): f"the outer variable of shape {tuple(x.shape)}" for x, *_ in self._outer}
-        for keys in parts:
+        for keys in groups({key: size for key, size in sizes.items() if key in read and key not in equal}):
             whole = one((), keys, sum(sizes[key] for key in keys), " and ".join(names[key] for key in keys))
-            alone = (
-                [one((), [key], sizes[key], names[key]) for key in keys] if _is_wrong(whole) and len(keys) > 1 else []
-            )
-            result += [x for x in alone if _is_wrong(x)] or [whole]
+            apart = keys if _is_wrong(whole) and len(keys) > 1 else []
+            result += [x for key in apart if _is_wrong(x := one((), [key], sizes[key], names[key]))] or [whole]
         return result
 
 

@@ -76,11 +76,7 @@ def compare(
     """
     got = torch.as_tensor(got, dtype=torch.float64)
     if here is not None:
-        eps = scale.epsilons[0]
-        ahead = f(eps)
-        got = got.to(ahead.device)
-        found = _judge(got, (ahead - here) / eps, _rounding(ahead, scale, eps), scale, typical)
-        if max(found.error, found.rough) <= scale.tol / 10:
+        if (found := agrees(got, f, scale, here, typical)) is not None:
             return found
         _refuse_noise(f, here, float(got.norm()))
     tried: list[Difference] = []
@@ -89,6 +85,17 @@ def compare(
         if tried[-1].error <= scale.tol:
             return tried[-1]
     return next((d for d in tried if d.rough <= scale.tol), min(tried, key=lambda d: d.rough))
+
+
+def agrees(
+    got: Tensor | float, f: Callable[[float], Tensor], scale: Scale, here: Tensor, typical: float
+) -> Difference | None:
+    """Return how far the derivative is from a one-sided difference, if they agree well; otherwise None."""
+    eps = scale.epsilons[0]
+    ahead = f(eps)
+    got = torch.as_tensor(got, dtype=torch.float64).to(ahead.device)
+    found = _judge(got, (ahead - here) / eps, _rounding(ahead, scale, eps), scale, typical)
+    return found if max(found.error, found.rough) <= scale.tol / 10 else None
 
 
 def _refuse_noise(f: Callable[[float], Tensor], here: Tensor, size: float) -> None:

@@ -126,7 +126,7 @@ class Probe:
 
     def _moved(self, by: float, names: Collection[str]) -> State:
         """Return the weights in float64 as leaves, these moved along their directions."""
-        moved = {n: w.double().clone() for n, w in self._weights.items()}
+        moved = as_float64(self._weights)
         for n in names if by else ():
             along = random_like(moved[n])
             moved[n].add_(along.mul_(self._moving[n]) if n in self._moving else along, alpha=by)

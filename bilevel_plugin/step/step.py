@@ -287,6 +287,8 @@ class _Noting:
         if evaluation.taking.unknown and (self._graph or self._within is not None):
             raise unknown_statistics(evaluation.taking.unknown, "engine='reverse' with g in training mode")
         if self._within is not None:
+            # a derivative may run a checkpointed part again, which changes buffers in place
+            found.left = {n: b if b.requires_grad else b.clone() for n, b in found.left.items()}
             self._within(self._piece, evaluation, found)
         if not self._graph:
             d = {n: d.detach() for n, d in found.direction.items()}

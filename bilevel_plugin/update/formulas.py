@@ -136,11 +136,11 @@ def adadelta(
 @rule_for("Adagrad")
 def adagrad(
     w: Tensor, d: Tensor, state: Tensors, *, lr: Any, lr_decay: Any, eps: Any, weight_decay: Any, count: int,
-    maximize: bool, **_: Any,
+    maximize: bool, initial_accumulator_value: Any = 0.0, **_: Any,
 ) -> tuple[Tensor, Tensors]:  # fmt: skip
     """s⁺ = s + d²; w⁺ = w − lr/(1 + (t − 1)·η)·d/(√s⁺ + ε)."""
     d = with_decay(w, d, weight_decay, maximize)
-    s = torch.addcmul(state["sum"], d, d) if "sum" in state else d * d
+    s = torch.addcmul(state["sum"] if "sum" in state else torch.zeros_like(d) + initial_accumulator_value, d, d)
     return plus_ratio(w, -lr / (1 + (count - 1) * lr_decay), d, safe_root(s) + eps), {"sum": s}
 
 
@@ -195,6 +195,51 @@ def asgd(
         "eta": as_tensor(lr / (1 + lambd * lr * steps) ** alpha, w),
         "mu": as_tensor(1 / max(1, count - t0), w),
     }
+
+
+@rule_for("Adafactor", elementwise=False)
+def adafactor(
+    w: Tensor, g: Tensor, state: Tensors, /, *, lr: Any, beta2_decay: Any, eps: Any, d: Any, weight_decay: Any,
+    count: int, maximize: bool, **_: Any,
+) -> tuple[Tensor, Tensors]:  # fmt: skip
+    """w⁺ = (1 − lr·ω)·w − max(ε₂, ‖w‖)·min(lr, 1/√t)·u/max(1, ‖u‖/d), u = g/√v⁺, with norms ‖·‖ a root of entries.
+
+    For a matrix v⁺ is the product of a column and a row, r⁺·c⁺/mean(r⁺), which are averages of g² over the other one.
+    """
+    g = -g if maximize else g
+    kept = 1 - count**beta2_decay
+    kind = lr.dtype if isinstance(lr, Tensor) else torch.promote_types(w.dtype, torch.float32)  # of torch's scalars
+    rate = torch.clamp(w.norm() / w.numel() ** 0.5, min=eps[1]).to(kind) * min(lr, count**-0.5)
+    w = w * (1 - lr * weight_decay) if is_on(weight_decay) else w
+    least = torch.finfo(w.dtype).eps if eps[0] is None else eps[0]
+    if g.dim() > 1:
+        row = average(state.get("row_var"), g.square().mean(-1, keepdim=True), kept)
+        column = average(state.get("col_var"), g.square().mean(-2, keepdim=True), kept)
+        new, v = {"row_var": row, "col_var": column}, row @ column / row.mean(-2, keepdim=True).clamp(min=least)
+    else:
+        v = average(state.get("variance"), g * g, kept)
+        new = {"variance": v}
+    u = v.clamp(min=least * least).rsqrt() * g
+    return w - rate / torch.clamp(u.norm() / (u.numel() ** 0.5 * d), min=1.0).to(kind) * u, new
+
+
+def lion(
+    w: Tensor, d: Tensor, state: Tensors, *, lr: Any, betas: Any = (0.9, 0.99), weight_decay: Any = 0.0, **_: Any
+) -> tuple[Tensor, Tensors]:
+    """w⁺ = (1 − lr·ω)·w − lr·sign(β₁·m + (1 − β₁)·d), m⁺ = β₂·m + (1 − β₂)·d: the rule of Lion (Chen et al. 2023).
+
+    torch.optim has no such class. Give the rule to a block, `optimizer=functools.partial(bilevel.lion,
+    weight_decay=0.1), lr=1e-4`, or register it for a class, `bilevel.optimizer_rule(Lion)(bilevel.lion)`. The weights
+    move by signs, so a hypergradient goes through the rate, the decay and the weights before the step, never through d.
+
+    Examples:
+        >>> import torch, bilevel_plugin as bilevel
+        >>> bilevel.lion(torch.zeros(2), torch.tensor([3.0, -0.5]), {}, lr=0.25)[0]
+        tensor([-0.2500,  0.2500])
+    """
+    m = state.get("exp_avg")
+    moved = w * (1 - lr * weight_decay) - lr * average(m, d, betas[0]).sign()
+    return moved, {"exp_avg": average(m, d, betas[1])}
 
 
 @rule_for("Muon", elementwise=False, counts=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..autograd.trees import State, map_tensors
 from . import formulas  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the rules of torch.optim)
 from .operations import is_on
+from .proof import NUMBERED, options_of, prove
 from .registry import Formula, Rule, Tensors, check_returned, rule_of
 from .solvers import Rate, evaluate
 from .update import CountOnce, PulledUpdate, Update, UpdateRule, add, optimizer_state, weight_of
@@ -52,6 +53,7 @@ class OptimizerRule(UpdateRule):
         self._vmapped = vmapped
         self.start = {}
         self._count = dict.fromkeys(names.values(), 0)  # the number of updates of each weight so far
+        self._proven: list[Any] = []  # the options of each group for which its rule was proven
         for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
             refuse_hooks(optimizer)
             for p in _held_by(optimizer):
@@ -62,7 +64,7 @@ class OptimizerRule(UpdateRule):
     def _read_state(
         self, name: str, p: Tensor, held: Mapping[str, Any], rule: Rule, repeat_for_tasks: Callable[[Tensor], Tensor]
     ) -> None:
-        if rule.counts:
+        if rule.counts or isinstance(held.get("step"), (int, float)):
             self._count[name] = int(held.get("step", 0))
         for key, x in held.items():
             if isinstance(x, Tensor) and not (rule.counts and key == "step"):
@@ -70,8 +72,24 @@ class OptimizerRule(UpdateRule):
                 shared = rule.elementwise and x.dim() == 0 and p.dim() > 0
                 self.start[f"{name}@{key}"] = x.detach().clone() if shared else repeat_for_tasks(x.detach().clone())
 
+    def open(self, current: Callable[[], State]) -> None:
+        self._prove()
+        self._watch.open(lambda optimizer: self._entries(optimizer, current()))
+
+    def close(self) -> None:
+        self._watch.close()
+
     def check(self) -> None:
         self._watch.check()
+        self._prove()
+
+    def _prove(self) -> None:
+        """Compare each rule with the step of its optimizer, again if options other than rates have changed."""
+        options = [options_of(group) for optimizer in self._optimizers for group in optimizer.param_groups]
+        if not _are_same(options, self._proven):
+            for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
+                prove(optimizer, rule)
+            self._proven = options
 
     def at_step(self, k: int) -> Update:
         found: list[Tensor] = []
@@ -110,8 +128,7 @@ class OptimizerRule(UpdateRule):
 
     def count(self, moved: Iterable[str]) -> None:
         self._count.update({n: self._count[n] + 1 for n in moved})
-        for optimizer in self._optimizers:  # otherwise a scheduler would warn that the optimizer was not stepped
-            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
+        self._watch.step_taken()
 
     def names_held_by(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
         if not any(o is optimizer for o in self._optimizers):
@@ -120,16 +137,33 @@ class OptimizerRule(UpdateRule):
 
     def write_state(self, z: State) -> None:
         """Write the optimizers' tensors that are in z into the `state` of the optimizers."""
-        by_name = {n: p for p, n in self._names.items()}
-        for optimizer, rule in zip(self._optimizers, self._rules, strict=True):
-            fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-            for n in self.names_held_by(optimizer) or ():
-                held: dict[str, Tensor] = {key: x.detach().clone() for key, x in optimizer_state(n, z).items()}
-                if rule.counts and self._count[n]:
-                    held["step"] = torch.tensor(float(self._count[n]), device=by_name[n].device if fused else None)
-                if held:
-                    optimizer.state[by_name[n]].update(held)
+        for optimizer in self._optimizers:
+            for p, held in self._entries(optimizer, z).items():
+                optimizer.state[p].update(held)
         self._watch.renew()
+
+    def _entries(self, optimizer: torch.optim.Optimizer, z: State) -> dict[Tensor, dict[str, Any]]:
+        """Return what is in z of the optimizer's state, by weight."""
+        rule = next(r for o, r in zip(self._optimizers, self._rules, strict=True) if o is optimizer)
+        fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        found: dict[Tensor, dict[str, Any]] = {}
+        for p in _held_by(optimizer):
+            if p not in self._names:
+                continue
+            n = self._names[p]
+            if z[n].shape != p.shape:
+                raise RuntimeError(
+                    f"bilevel.inner: the state of the optimizer is that of {len(z[n])} tasks in this block, and an "
+                    "optimizer holds one. Take the states before the block."
+                )
+            held: dict[str, Any] = {key: x.detach().clone() for key, x in optimizer_state(n, z).items()}
+            if self._count[n] and type(optimizer) in NUMBERED:
+                held["step"] = NUMBERED[type(optimizer)](self._count[n])
+            elif self._count[n] and rule.counts:
+                held["step"] = torch.tensor(float(self._count[n]), device=p.device if fused else None)
+            if held:
+                found[p] = held
+        return found
 
     def lacks(self, need: str) -> str | None:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
@@ -139,11 +173,18 @@ class OptimizerRule(UpdateRule):
             if need == "fixed point" and not rule.affine:
                 name = type(optimizer).__name__
                 return f"{name} divides by a root that is 0 where the gradient is, and has no derivative there"
-        if need == "symmetry" and any(is_on(g["momentum"]) for g in groups):
+        if need == "symmetry" and any(is_on(g.get("momentum")) for g in groups):
             return "with momentum the Jacobian of a step is not symmetric; engine='neumann' takes it"
         if need == "symmetry" and any(g["lr"] is not groups[0]["lr"] and g["lr"] != groups[0]["lr"] for g in groups):
             return "with a rate for each group the Jacobian is not symmetric; engine='neumann' takes it"
         return None
+
+
+def _are_same(options: Sequence[Any], others: Sequence[Any]) -> bool:
+    try:
+        return options == others
+    except RuntimeError:  # tensors of several entries
+        return False
 
 
 def _held_by(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:

@@ -7,6 +7,7 @@ The other options are those of the parameter group, under torch's names. Any opt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -40,12 +41,18 @@ def optimizer_rule(kind: type[torch.optim.Optimizer]) -> Callable[[F], F]:
 
     The function is `rule(w, d, state, *, lr, count, **options)`: the weight, its direction (in place of `.grad`), the
     optimizer's tensors for it (`{}` before the first update), how many updates the weight has had with this one, and
-    the options of its parameter group. It returns the new weight and the new state, in differentiable operations.
+    the options of its parameter group. It returns the new weight and the new state, in differentiable operations. A
+    block compares it with the `step()` of the class, on small tensors. A class that has the rule of another one is
+    registered by that class: `bilevel.optimizer_rule(MyAdam)(torch.optim.Adam)`.
 
     Examples:
         >>> import torch, bilevel_plugin as bilevel
         >>> class SignSGD(torch.optim.SGD):
-        ...     pass
+        ...     @torch.no_grad()
+        ...     def step(self, closure=None):
+        ...         for group in self.param_groups:
+        ...             for p in group["params"]:
+        ...                 p -= group["lr"] * p.grad.sign()
         >>> @bilevel.optimizer_rule(SignSGD)
         ... def sign_sgd(w, d, state, *, lr, **options):
         ...     return w - lr * d.sign(), state
@@ -62,7 +69,10 @@ def optimizer_rule(kind: type[torch.optim.Optimizer]) -> Callable[[F], F]:
         raise TypeError(f"bilevel.optimizer_rule: takes a subclass of torch.optim.Optimizer, got {kind!r}.")
 
     def register(formula: F) -> F:
-        RULES[kind] = Rule(formula, own=True)
+        same: Any = formula  # or a class that has the rule
+        if isinstance(same, type) and same not in RULES:
+            raise TypeError(f"bilevel.optimizer_rule: the rule of {same.__name__} is not known. Give a function.")
+        RULES[kind] = RULES[same] if isinstance(same, type) else Rule(formula, own=True)
         return formula
 
     return register
@@ -81,30 +91,36 @@ def rule_for(name: str, *, elementwise: bool = True, counts: bool = True, **prop
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Return the rule of the optimizer's class, or raise an error that shows how to register one."""
+    """Return the rule of the optimizer's class, or of the class whose `step` it inherits; raise if there is none."""
     kind = type(optimizer)
-    if kind in RULES:
-        return RULES[kind]
+    for base in kind.__mro__:
+        if base in RULES and (base is kind or inspect.unwrap(base.step) is inspect.unwrap(kind.step)):
+            return RULES[base]
+    name, parent = kind.__name__, next((k.__name__ for k in kind.__mro__ if k in RULES), "")
     if hasattr(optimizer, "optimizer"):  # as the wrappers of accelerate and Lightning have
         raise TypeError(
-            f"bilevel.inner: optimizer= got {kind.__name__}, which wraps another optimizer. Give the wrapped one: "
+            f"bilevel.inner: optimizer= got {name}, which wraps another optimizer. Give the wrapped one: "
             "optimizer.optimizer."
         )
-    known = ", ".join(sorted({k.__name__ for k in RULES}))
-    why = _NO_RULE.get(kind.__name__, "")
+    known = ", ".join(sorted({k.__name__ for k in RULES if k.__module__.startswith("torch.")}))
+    why = _NO_RULE.get(name, f"It has a step() of its own. If that is {parent}'s, say so: " if parent else "")
+    why += f"bilevel.optimizer_rule({name})(torch.optim.{parent}). " if parent and name not in _NO_RULE else ""
     raise TypeError(
-        f"bilevel.inner: the rule of the optimizer {kind.__name__} is not known. {why}Known are {known}. To use "
+        f"bilevel.inner: the rule of the optimizer {name} is not known. {why}Known are {known}. To use "
         "another one, register its rule, a function of one weight, before the block:\n\n"
-        f"    @bilevel.optimizer_rule({kind.__name__})\n"
+        f"    @bilevel.optimizer_rule({name})\n"
         "    def rule(w, d, state, *, lr, count, **options):    # d: the gradient; state: {} at first; count: 1, 2, …\n"
         "        return w - lr * d, state                       # the new weight and the new state\n"
     )
 
 
 _NO_RULE = {
-    "LBFGS": "Its line search evaluates the loss several times in a step, and the step has no derivative. ",
+    "LBFGS": "Its step evaluates the loss several times and chooses by the values, so it has no derivative. Where it "
+    "converges, only the end matters: run LBFGS before the block, and take one step of solver='gd' at a small lr= in "
+    "the block, with engine='cg'. ",
     "SparseAdam": "Gradients are dense inside a block: use Adam. ",
-    "Adafactor": "It is not among the formulas of this library. ",
+    "Lion": "If it is the Lion of Chen et al., register bilevel.optimizer_rule(Lion)(bilevel.lion). ",
+    "SAM": "Give the loss as bilevel.sam(h, rho), and the optimizer that SAM wraps as optimizer=. ",
 }
 
 

@@ -21,8 +21,7 @@ from ..autograd.derive import grad
 from ..autograd.trees import State
 from .solvers import Rate, Value, evaluate
 
-CountOnce = Callable[[Tensor], Tensor]  # Binding.count_once_across_ranks
-SUM = "@grad"  # the suffix of the sum of the directions since the last step, as `.grad` has it in the plain loop
+CountOnce = Callable[[Tensor], Tensor]  # Alone.once
 
 
 def weight_of(key: str) -> str:
@@ -33,7 +32,7 @@ def weight_of(key: str) -> str:
 def optimizer_state(name: str, z: State) -> State:
     """Return the optimizer's tensors for one weight."""
     begin = f"{name}@"
-    return {key[len(begin) :]: x for key, x in z.items() if key.startswith(begin) and key != f"{name}{SUM}"}
+    return {key[len(begin) :]: x for key, x in z.items() if key.startswith(begin)}
 
 
 def add(x: Tensor | None, y: Tensor | None) -> Tensor | None:
@@ -60,11 +59,6 @@ class Update(ABC):
     def reads_direction(self) -> bool:
         """Whether the derivative of Υ depends on the values of d, and not only on its shape."""
         return True
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether the update changes no weight, and only adds to a sum that its derivative does not read."""
-        return False
 
     @property
     def closes_over(self) -> bool:
@@ -108,6 +102,12 @@ class UpdateRule(ABC):
 
     start: State  # the optimizer's tensors at the beginning
     has_no_rate: bool = False  # the direction already contains the rate (of a solver object)
+
+    def open(self, current: Callable[[], State]) -> None:  # noqa: B027 (plain steps have no optimizer)
+        """Called when the block begins. `current` returns the state that the block has."""
+
+    def close(self) -> None:  # noqa: B027 (plain steps have no optimizer)
+        """Called when the block ends."""
 
     @abstractmethod
     def at_step(self, k: int) -> Update:

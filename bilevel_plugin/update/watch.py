@@ -4,13 +4,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from .proof import refuse_other_step
 from .registry import Formula
 
 Entry = tuple[Any, int]  # an object of an optimizer's state, and the version of a tensor
@@ -33,14 +36,72 @@ def resolve_optimizer(given: Any) -> tuple[tuple[torch.optim.Optimizer, ...], Fo
 
 
 class Watch:
-    """The states, groups and hooks of some optimizers, which a block compares with what they were."""
+    """The states, groups and hooks of some optimizers, which a block compares with what they were.
+
+    In the block, `optimizer.state_dict()` tells the state that the block has: `told` returns it, by weight. And
+    `optimizer.step()`, which takes no part in the block, is refused if it would move weights.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._groups = self._ids()
+        self._handles: list[Any] = []
+        self._told = _nothing
+        self._idle = 0  # calls of optimizer.step() since the last step of the block
         # before the first step the state may be loaded anew (accelerate does); later that would undo what steps did
         self._is_kept: Callable[[Entry, Entry], bool] = _is_equal
         self.renew()
+
+    def open(self, told: Callable[[torch.optim.Optimizer], dict[Tensor, dict[str, Any]]]) -> None:
+        """Begin to listen to the optimizers. They refer to the block weakly, since they outlive it."""
+        self._told = told
+        me = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if me() is not None and any(
+                p.grad is not None for group in optimizer.param_groups for p in group["params"]
+            ):
+                raise RuntimeError(
+                    "bilevel.inner: optimizer.step() was called in the block, and would move the weights by the "
+                    "gradients of a .backward(), without a record. In the block loop.step(batch) takes the step: "
+                    "leave out optimizer.step() and loss.backward(), and set gradients from before to None "
+                    "(optimizer.zero_grad())."
+                )
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (watch := me()) is not None:
+                watch._idle += 1
+                if watch._idle > len(watch._optimizers):
+                    watch._idle = -(2**62)  # once
+                    warnings.warn(
+                        "bilevel.inner: optimizer.step() was called in the block, where it moves nothing, and no "
+                        "loop.step(batch) was taken since it was called before. loop.step is what trains.",
+                        stacklevel=4,
+                    )
+
+        def tell(optimizer: torch.optim.Optimizer, found: dict[str, Any]) -> None:
+            watch = me()
+            held = {} if watch is None else watch._told(optimizer)
+            places = enumerate(p for group in optimizer.param_groups for p in group["params"])
+            state = {i: {**found["state"].get(i, {}), **held.get(p, {})} for i, p in places}
+            found["state"] = {**found["state"], **{i: entry for i, entry in state.items() if entry}}
+
+        for optimizer in self._optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
+            self._handles.append(optimizer.register_state_dict_post_hook(tell))
+
+    def close(self) -> None:
+        """Stop listening."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._told = [], _nothing
+
+    def step_taken(self) -> None:
+        """Note that the block took a step."""
+        self._idle = min(self._idle, 0)
+        for optimizer in self._optimizers:  # otherwise a scheduler would warn that the optimizer was not stepped
+            optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
     def renew(self) -> None:
         """Take the present states as those to compare with."""
@@ -61,8 +122,9 @@ class Watch:
                 "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set "
                 "them up before the block, and open a new block after such a change."
             )
+        own = {handle.id for handle in self._handles}
         for optimizer in self._optimizers:
-            refuse_hooks(optimizer)
+            refuse_hooks(optimizer, own)
 
     def _ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
@@ -76,6 +138,10 @@ class Watch:
                 for key, x in held.items():
                     found[i, id(p), key] = x, x._version if isinstance(x, Tensor) else 0
         return found
+
+
+def _nothing(optimizer: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:
+    return {}
 
 
 def _is_same(before: Entry, now: Entry) -> bool:
@@ -92,10 +158,12 @@ def _is_equal(before: Entry, now: Entry) -> bool:
     return kept and (x is y or x.is_meta or torch.equal(x, y))
 
 
-def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
-    own = (getattr(optimizer, kind, None) for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
+def refuse_hooks(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> None:
+    """Raise if the optimizer's step is not that of its class alone: it has hooks, or was replaced on the object."""
+    refuse_other_step(optimizer)
+    own = (getattr(optimizer, kind, {}) for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
     for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
-        if hooks:
+        if any(i not in known for i in hooks):
             raise ValueError(
                 "bilevel.inner: the optimizer has a hook on its step. A block reads the optimizer and never steps it, "
                 "so the hook would not run. Remove it; what it does to the gradient can be written as direction=, a "

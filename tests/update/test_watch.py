@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
+from handle import HALVES, adamw, both, draw, momentum, two_halves, weighted_samples
 from plain_loop import (
     RATE,
+    assert_same,
     attempt,
     data,
     exact,
@@ -88,7 +92,8 @@ def test_optimizer_step_in_the_block(how, engine):
         h(model, *batch).backward(inputs=list(model.parameters()))
         other.step()
 
-    with refused("was changed by hand after step k = 1", r"optimizer\.step"):
+    noticed = ("and would move the weights",) if how == "its own" else ("was changed by hand after step k = 1",)
+    with refused(*noticed, r"optimizer\.step"):
         options = {"optimizer": optimizer, "lr": None, "engine": engine}
         attempt(model, h, g, lam, batch, outer, between=between, but="grad", **options)
     held = tensors(model)
@@ -194,3 +199,133 @@ def test_a_state_that_is_loaded_anew(held):
         optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 3)
         with refused("the state of the optimizer has changed in the block"):
             loop.step()
+
+
+# --- optimizer.step() and optimizer.state_dict() in the block ---
+
+
+def test_gradients_from_before_the_block_do_not_move_weights_in_it():
+    """optimizer.step() is refused before it moves anything, and the advice works."""
+    model = nn.Linear(3, 2)
+    loss = lambda m: m(torch.ones(3)).square().sum()
+    loss(model).backward()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    with bilevel.inner(model, loss, solver="gd", optimizer=optimizer) as loop:
+        loop.step()
+        held = tensors(model)
+        with refused("would move the weights", "optimizer.zero_grad()"):
+            optimizer.step()
+        assert_same(tensors(model), held)
+        optimizer.zero_grad()
+        optimizer.step()
+        loop.step()
+
+
+def test_steps_of_the_optimizer_without_steps_of_the_loop():
+    """As where loop.accumulate took the place of .backward(), and optimizer.step() was left as it was."""
+    model = nn.Linear(3, 2)
+    loss = lambda m: m(torch.ones(3)).square().sum()
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    with bilevel.inner(model, loss, solver="gd", optimizer=optimizer) as loop:
+        for _ in range(3):  # as a trainer calls it
+            loop.step()
+            optimizer.step()
+        loop.accumulate()
+        with pytest.warns(UserWarning, match=r"optimizer.step\(\).*moves nothing.*loop.step is what trains"):
+            optimizer.step()
+        optimizer.step()  # once is enough
+    optimizer.step()
+
+
+def test_a_step_that_was_replaced_on_the_object():
+    """By name; under a scheduler, which replaces it too, as well."""
+    loss = lambda m: m.weight.square().sum()
+
+    def made(scheduled, replaced):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), RATE)
+        if replaced == "before":
+            bound(optimizer)
+        if scheduled:
+            torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        if replaced == "after":
+            wrapped(optimizer)
+        return bilevel.inner(model, loss, solver="gd", optimizer=optimizer), optimizer
+
+    def mine(self, closure=None):
+        return type(self).step(self, closure)
+
+    def bound(optimizer):
+        optimizer.step = types.MethodType(mine, optimizer)
+
+    def wrapped(optimizer):
+        inner = optimizer.step
+        optimizer.step = functools.wraps(inner)(lambda *args: inner(*args))
+
+    for scheduled in (False, True):
+        made(scheduled, "")
+        for replaced in ("before", "after"):
+            with refused("was replaced on the object", "del optimizer.step", "direction="):
+                made(scheduled, replaced)
+    block, optimizer = made(True, "")
+    with block as loop:
+        loop.step()
+        wrapped(optimizer)
+        with refused("was replaced on the object"):
+            loop.step()
+
+
+CHECKPOINTED = {"momentum": momentum, "adamw": adamw, "two": both}
+
+
+@pytest.mark.parametrize("engine", ["reverse", "unroll"])
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_a_checkpoint_in_the_block_has_the_state_of_the_block(name, engine):
+    """A plain loop that goes on from it ends where one without a block does."""
+    case = weighted_samples(two_halves, optimizer=CHECKPOINTED[name])
+    i = HALVES[0]
+
+    def plainly(model, optimizers, steps):
+        for _ in range(steps):
+            for o in optimizers:
+                o.zero_grad()
+            case.h(model, x, i).backward(inputs=list(model.parameters()))
+            for o in optimizers:
+                o.step()
+
+    def listed(made):
+        return made if isinstance(made, list) else [made]
+
+    torch.manual_seed(0)
+    x = draw(i)
+    for m in case.model.modules():
+        m.p = 0.0 if isinstance(m, nn.Dropout) else None
+    model = copy.deepcopy(case.model)
+    optimizers = listed(case.optimizer(model))
+    with bilevel.inner(model, case.h, solver="gd", optimizer=optimizers, engine=engine) as loop:
+        before = [copy.deepcopy(o.state_dict()) for o in optimizers]
+        for _ in range(3):
+            loop.step(x, i)
+        saved = copy.deepcopy((loop.state_dict(), [o.state_dict() for o in optimizers]))
+        loop.step(x, i)
+    assert str([o.state_dict() for o in optimizers]) == str(before)  # the optimizers themselves were not touched
+    resumed = copy.deepcopy(case.model)
+    resumed.load_state_dict(saved[0])
+    theirs = listed(case.optimizer(resumed))
+    for o, state in zip(theirs, saved[1], strict=True):
+        o.load_state_dict(state)
+    plainly(resumed, theirs, 3)
+    straight = copy.deepcopy(case.model)
+    plainly(straight, listed(case.optimizer(straight)), 6)
+    assert_same(tensors(resumed), tensors(straight), bits=False)
+
+
+def test_the_state_of_tasks_is_that_of_no_optimizer():
+    model = nn.Linear(3, 1)
+    h = lambda m, x: m(x).square().mean()
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.5)
+    with bilevel.inner(model, h, solver="gd", optimizer=optimizer, tasks=2) as loop:
+        loop.step(torch.randn(2, 4, 3))
+        with refused("the state of the optimizer is that of 2 tasks"):
+            optimizer.state_dict()
+    assert not optimizer.state_dict()["state"]
