@@ -547,8 +547,11 @@ class Binding:
             statistics = inside.statistics_of
             before = [] if statistics is None else statistics.versions(self.running)
             returned = value_and_aux(name, loss(*args))
-            if statistics is not None and (found := statistics.foreign(before)):
-                self.unknown = inside.taking.unknown = found
+            if statistics is not None:
+                if found := statistics.foreign(before):
+                    self.unknown = inside.taking.unknown = found
+                weights = [holder[n] for holder, n, _ in self._parameter_places]
+                self.put_buffers(statistics.unknown(self.running, weights))
             return returned
 
         return run

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..autograd.derive import vjp
 from ..autograd.trees import State
-from ..kernels.statistics import unknown_statistics
 from ..model.model import Inside
 from ..step.conditions import undisturbed
 from ..step.step import Evaluated, Step
@@ -83,8 +82,6 @@ def pull_through(
         along = {n: u if share == 1 else u * share for n, u in after_update.cotangent.items()}
         along.update({n: a[n] for n in followed if n in a})
         inputs = [*inside.leaves.values(), *inside.statistics.values(), *wanted]
-        if inside.taking.unknown and any(n in a for n in followed):
-            raise unknown_statistics(inside.taking.unknown, "g in training mode")
         watched = list(inside.watched.values())
         grads = vjp(outputs, along, [*inputs, *watched], retain_graph=step.runs_into_other_graphs)
         binding.warn_if_read(dict(zip(inside.watched, grads[len(inputs) :], strict=True)))

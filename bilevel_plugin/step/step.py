@@ -17,7 +17,6 @@ from ..autograd.derive import grad
 from ..autograd.graph import find_leaves
 from ..autograd.missing import explained
 from ..autograd.trees import State, same_bits
-from ..kernels.statistics import unknown_statistics
 from ..kernels.stopping import is_stopped
 from ..kernels.switches import full_precision
 from ..model.losses import Loss
@@ -222,8 +221,6 @@ class Step:
             means = binding.means_of_losses(found.values, self.what)
             at = {**z, **inside.leaves, **inside.statistics} if graph else z
             to, moved_weights, leaves = self.updated(at, found.direction, graph)
-            if graph and inside.taking.unknown:
-                raise unknown_statistics(inside.taking.unknown, "engine='reverse' with g in training mode")
             at = at if found.at is None else {**at, **found.at}
             moved = self.finish(z, buffers, to, found.buffers, found.values, means, found.weighted, found.leaves, at)
             moved.moved, moved.leaves_of_update = moved_weights, leaves
