@@ -31,6 +31,8 @@ def watched(model: Model, evaluation: Evaluation, function: Callable[..., T]) ->
         returned = function(*args)
         if found := running.foreign(before):
             model.seen.unknown = evaluation.taking.unknown = found
+        weights = [holder[key] for holder, key, n in model.places if n in model.parameters]
+        model.put_buffers(running.unknown(model.seen.running, weights))
         return returned
 
     return run

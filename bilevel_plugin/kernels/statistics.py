@@ -7,12 +7,13 @@ read by differentiable operations. Those of any other module are torch's: a step
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..autograd.look import called_by, checkpointing
 from ..autograd.missing import DerivativeWarning
@@ -149,6 +150,17 @@ class RunningStatistics:
         held = self._held() if self._first else {}
         return [(n, held[n], held[n]._version) for n in names if n in held]
 
+    def unknown(self, names: Iterable[str], weights: Sequence[Tensor]) -> State:
+        """Return these statistics so that their derivative is refused, if this evaluation has hidden it from autograd.
+
+        It is hidden in what depends on the weights. So the error has its place between the statistics and the weights.
+        """
+        why, held = self._evaluation.unknown, self._held()
+        if why is None or forward_ad._current_level >= 0:  # pyright: ignore  (a step block by block, which asks itself)
+            return {}
+        refused: Any = _Unknown.apply
+        return {n: refused(why, held[n], *weights) for n in names if held[n].requires_grad}
+
     def foreign(self, before: list[tuple[str, Tensor, int]]) -> tuple[str, str] | None:
         """Return why statistics that other code than a normalisation has changed since have no known derivative."""
         held = self._held() if before else {}
@@ -160,10 +172,28 @@ class RunningStatistics:
         return None
 
 
-def unknown_statistics(unknown: tuple[str, str], instead: str) -> RuntimeError:
-    """Return the error for a derivative through running statistics that is not known."""
-    what, fix = unknown
-    return RuntimeError(
-        f"bilevel.inner: {what}, and a loss uses them in eval mode. The derivative of that update is not known. Use "
-        f"{instead}, or {fix}."
-    )
+class _Unknown(torch.autograd.Function):
+    """The identity, whose derivative is not known: if it is asked for, there is an error."""
+
+    @staticmethod
+    def forward(why: tuple[str, str], x: Tensor, *weights: Tensor) -> Tensor:  # pyright: ignore
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.why, ctx.inputs = inputs[0], len(inputs)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if a is None:
+            return (None,) * ctx.inputs
+        what, fix = ctx.why
+        raise RuntimeError(
+            f"bilevel.inner: {what}, and a loss uses them in eval mode. The derivative of that update is not known. "
+            f"Use engine='reverse' with g in training mode, or {fix}."
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, why: tuple[str, str], x: Tensor, *weights: Tensor) -> Any:  # pyright: ignore
+        return _Unknown.apply(why, x, *weights), in_dims[1]

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..autograd.derive import vjp
 from ..autograd.trees import State
 from ..guards.held import warn_if_read
-from ..kernels.statistics import unknown_statistics
 from ..model.model import Evaluation
 from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
@@ -34,8 +33,6 @@ def differentiate(
     statistics = evaluation.statistics
     # a buffer that became part of the state in this step is not among the statistics
     moved = {n: x for n, x in found.left.items() if n in b and (n in statistics or x.requires_grad)}
-    if evaluation.taking.unknown and moved:
-        raise unknown_statistics(evaluation.taking.unknown, "g in training mode")
     outputs, along = {**found.direction, **moved}, {**u, **{n: b[n] for n in moved}}
     inputs = {**evaluation.leaves, **statistics}
     watched = evaluation.watched

@@ -20,7 +20,6 @@ from torch import Tensor
 from ..autograd.derive import Gradients
 from ..autograd.graph import find_leaves, sequence_number
 from ..autograd.trees import Pairs, State
-from ..kernels.statistics import unknown_statistics
 from ..kernels.switches import full_precision
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
@@ -284,8 +283,6 @@ class _Noting:
 
     def __call__(self, evaluation: Evaluation, found: Found) -> Found:
         self._piece.note(evaluation, found, self._since)
-        if evaluation.taking.unknown and (self._graph or self._within is not None):
-            raise unknown_statistics(evaluation.taking.unknown, "engine='reverse' with g in training mode")
         if self._within is not None:
             # a derivative may run a checkpointed part again, which changes buffers in place
             found.left = {n: b if b.requires_grad else b.clone() for n, b in found.left.items()}
