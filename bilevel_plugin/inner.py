@@ -15,7 +15,7 @@ from torch import nn
 
 from . import engine as engines
 from .autograd.trees import State
-from .check import watch
+from .check import watching
 from .engine import Engine
 from .guards.opening import inner_parameters, refuse_inference_mode, refuse_model, refuse_shared_memory
 from .inputs import Inputs, flatten
@@ -239,12 +239,11 @@ class Inner:
             model.tasks.map,
             [f for f in functions if f is not None],
             zeros=self._unused == "zero",
-            checks=self._check is not False,
             has_no_rate=update.has_no_rate,
         )
         loop = Loop(Run(model, self._losses, self._rule, update, prepare, self._engine, self._check))
         self._open[get_ident()].append(loop)
-        watch.opened(self, loop)
+        watching.opened(self, loop)
         return loop
 
     def __exit__(

@@ -28,7 +28,7 @@ from .modules import randn_like
 from .precise import in_float64, restored, tensors_held
 from .readings import changed
 from .runs import NotDouble, Run, Stop
-from .watch import watching
+from .watching import watching
 
 _FLOAT64, _FLOAT32 = Scale((1e-4, 1e-5, 1e-6), 1e-5, 2**-53), Scale((5e-3, 6e-4, 4e-2), 2e-2, 2**-24)
 _FLOORS = {_FLOAT64: 1e-7, _FLOAT32: 1e-3}  # derivatives this small, relative to the value, are measured by it

@@ -20,6 +20,7 @@ from torch import Tensor
 K = TypeVar("K")
 REPRODUCED = 1e-11  # how much a value may change from one evaluation to the next, relative to it or its derivative
 NOISE = "the losses return a different value at each evaluation (random numbers?)"
+_ROUGH = 0.4  # differences that are off by more tell nothing
 _WITHIN = 100.0  # parts of one group differ by less than this factor, so that no part drowns in another
 
 
@@ -54,7 +55,7 @@ class Difference:
     @property
     def verdict(self) -> str:
         """The verdict: "ok", "WRONG", or "?" where the differences are too rough to tell."""
-        return "ok" if self.error <= self.tol else "?" if self.error <= self.rough else "WRONG"
+        return "ok" if self.error <= self.tol else "?" if self.error <= self.rough or self.rough > _ROUGH else "WRONG"
 
 
 def compare(

@@ -16,10 +16,10 @@ class LossMonitor:
     def __init__(self) -> None:
         self._later: list[tuple[int, str, Tensor]] = []
 
-    def record_loss(self, k: int, name: str, value: Tensor, w: State) -> None:
-        """Record the value of a loss at these weights."""
+    def record_loss(self, k: int, name: str, value: Tensor, w: State, number: float | Tensor | None = None) -> None:
+        """Record the value of a loss at these weights; `number` is the value where it was read already."""
         if value.device.type == "cpu":
-            if not math.isfinite(value.item()):
+            if not math.isfinite(number if isinstance(number, float) else value.item()):
                 raise self._error(k, name, value, w)
         elif value.device.type != "meta":
             self._later.append((k, name, value))

@@ -104,8 +104,9 @@ class Step:
                 values[n] = values[n] + x if n in values else x
             piece.release()
         means = model.ranks.means(values, f"{sorted(self.only or ())} {len(pieces)}")
-        for n, mean in means.items():
-            monitor.record_loss(self.k, n, mean, z)
+        read = pieces[0].record.values if means is values and len(pieces) == 1 else means.values()
+        for (n, mean), number in zip(means.items(), read, strict=True):
+            monitor.record_loss(self.k, n, mean, z, number)
         if several:  # a list with an entry for each part
             parts = {n: [part.get(n) for part in aux] for n in values}
             model.seen.aux.update({n: x if any(y is not None for y in x) else None for n, x in parts.items()})
@@ -287,10 +288,9 @@ class _Noting:
             # a derivative may run a checkpointed part again, which changes buffers in place
             found.left = {n: b if b.requires_grad else b.clone() for n, b in found.left.items()}
             self._within(self._piece, evaluation, found)
-        if not self._graph:
-            d = {n: d.detach() for n, d in found.direction.items()}
-            return Found([], found.values, d, found.left, found.stopped)
-        return found
+        if self._graph:
+            return found
+        return Found([], found.values, {n: d.detach() for n, d in found.direction.items()}, found.left, found.stopped)
 
 
 def _found(evaluation: Evaluation, found: Found) -> Found:

@@ -6,7 +6,7 @@ from torch import nn
 
 import bilevel_plugin as bilevel
 from bilevel_plugin.check.runs import NotDouble, Run, Stop
-from bilevel_plugin.check.watch import watching
+from bilevel_plugin.check.watching import watching
 
 
 def loop_of(model, lam, after):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from bilevel_plugin.check.updates import compare_update
-from bilevel_plugin.update.direction import Transformed
+from bilevel_plugin.update.direction import of_direction
+from bilevel_plugin.update.prepared import Call, Prepared
 from bilevel_plugin.update.update import Descent
 
 Z = {"w": torch.tensor([1.0, -2.0, 0.5]), "w@step": torch.tensor(3), "b": torch.tensor(0.0)}
@@ -13,7 +14,8 @@ SCALE = torch.tensor(0.5, requires_grad=True)
 
 
 def update(function):
-    return Transformed([function], Descent(0.1), closes_over=True)
+    call = Call(of_direction(function, "direction="), lambda f, x: f(x), 3)
+    return Prepared([call], Descent(0.1))
 
 
 @pytest.mark.parametrize(

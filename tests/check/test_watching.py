@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.check.watch import watching
+from bilevel_plugin.check.watching import watching
 
 
 def open_block():
