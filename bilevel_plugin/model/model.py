@@ -45,6 +45,9 @@ OWNER = "_bilevel_loop"  # the attribute of a tensor that names the loop whose w
 AUX = "_bilevel_aux"  # the attribute of a tensor that a loss returned beside its value, if it depends on the weights
 
 
+_NOTHING = nullcontext()
+
+
 @dataclass
 class Inside:
     """The tensors that are in the model while a loss runs."""
@@ -57,6 +60,7 @@ class Inside:
     swapped: State  # all tensors that replace tensors of the model
     taking: Evaluation
     statistics_of: RunningStatistics | None = None  # who normalises
+    mode: AbstractContextManager[Any] = _NOTHING  # in which losses run
 
 
 @dataclass(frozen=True)
@@ -480,7 +484,7 @@ class Binding:
         inside.taking.unknown = self.unknown
         # the weights of one task are in the model only while a loss runs, not in the backward pass
         kept = self.graphs_are_kept or self.tasks is not None
-        mode = Kernels(
+        inside.mode = mode = Kernels(
             inside.taking,
             differentiated=graph,
             statistics=inside.statistics_of,
@@ -503,7 +507,7 @@ class Binding:
         inside.taking.evaluating = True
         before = [x._version for x in inside.weights.values()]
         try:
-            with _refusing_quantised(self.model) if self._quantised else _NOTHING:
+            with _refusing_quantised(self.model) if self._quantised else _NOTHING, inside.mode:
                 value, aux = self.call(self._watched(name, loss, inside), inside, batch)
             self.aux[name] = map_tensors(self._as_aux, aux)
         except TypeError as error:
@@ -536,7 +540,8 @@ class Binding:
         """Return the value of loss(model, *batch), without any check or record."""
         active_models().append(self._module_ids)
         try:
-            return self.total(self.call(lambda *args: value_and_aux(name, loss(*args))[0], inside, batch))
+            with inside.mode:
+                return self.total(self.call(lambda *args: value_and_aux(name, loss(*args))[0], inside, batch))
         finally:
             active_models().pop()
 
@@ -604,9 +609,6 @@ def writes_to_weight(name: str, weight: str) -> str:
         "derivative of that is not known. Write it as a function of the weights that the loss uses: a parametrization, "
         "or a term of the loss."
     )
-
-
-_NOTHING = nullcontext()
 
 
 def _places(
