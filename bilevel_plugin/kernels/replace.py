@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
+from ..autograd.derive import IN_BACKWARD
 from ..autograd.graph import nodes
 from ..autograd.look import called_by, checkpointing
 from ..autograd.trees import tensors_of
@@ -42,15 +43,23 @@ from .switches import Patched, attention_in_block
 def replaced(
     kernels: Kernels | None = None, *, fused: bool = False, recurrent_on_gpu: bool = False
 ) -> AbstractContextManager[Any]:
-    """Replace what has no second derivative, or a wrong one. With `fused`, attention is that of the plain loop."""
-    return _replaced(Kernels(Differentiation()) if kernels is None else kernels, Patched(fused), recurrent_on_gpu)
+    """Replace what has no second derivative, or a wrong one. With `fused`, attention is that of the plain loop.
+
+    The mode is on in this context. If it is given, it is on only where the caller enters it around a loss, and in
+    backward passes that run a part of a loss again, since it costs about a microsecond an operation.
+    """
+    return _replaced(kernels, Patched(fused), recurrent_on_gpu)
 
 
 @contextmanager
-def _replaced(kernels: Kernels, patched: Patched, recurrent_on_gpu: bool) -> Generator[None]:
+def _replaced(kernels: Kernels | None, patched: Patched, recurrent_on_gpu: bool) -> Generator[None]:
     no_cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent_on_gpu else nullcontext()
-    with patched, no_cudnn, kernels:
-        yield
+    with patched, no_cudnn, Kernels(Differentiation()) if kernels is None else nullcontext():
+        IN_BACKWARD.append(lambda: kernels if kernels is not None and kernels.recomputes else nullcontext())
+        try:
+            yield
+        finally:
+            IN_BACKWARD.pop()
 
 
 class Kernels(TorchFunctionMode):
@@ -73,8 +82,10 @@ class Kernels(TorchFunctionMode):
         super().__init__()
         self.evaluation, self.differentiated, self.statistics = evaluation, differentiated, statistics
         self._noted, self._kept = noted, graphs_are_kept
+        self.recomputes = False  # a part of a loss is under activation checkpointing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.recomputes = self.recomputes or checkpointing()
         if self._noted is not None and self.evaluation.evaluating:
             self._look_at(args, self._noted)
         replacement = _TABLE.get(func)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils import checkpoint
 
 from .attention import MATH_KERNEL, attention
@@ -25,7 +24,7 @@ class Patched(AbstractContextManager[None]):
     """A context with stand-ins for what no mode sees, and the one kernel of attention that has a second derivative.
 
     F.multi_head_attention_forward is one function to a mode, which is off inside of it, and so is what it calls. A
-    module's code reads CheckpointFunction, torch.cond and Variable as attributes, and no mode is asked about them. The
+    module's code reads CheckpointFunction and torch.cond as attributes, and no mode is asked about them. The
     kernel of attention is chosen by switches of the process, so EXCLUSIVE is held; they are set at a sixth of the
     overhead of sdpa_kernel(MATH). With `fused`, they stay.
     """
@@ -99,20 +98,11 @@ def _branch(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any]
     return (true_fn if pred else false_fn)(*operands)
 
 
-def _variable(cls: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Stand in for Variable(x, requires_grad=True), as the older code of gradient penalties has it."""
-    made = _VARIABLE(cls, *args, **kwargs)
-    if made.requires_grad and made.is_leaf and (evaluation := current_evaluation()) is not None:
-        evaluation.flag(made)
-    return made
-
-
-_COND, _VARIABLE = torch.cond, Variable.__new__
+_COND = torch.cond
 _PATCHES: list[tuple[Any, str, Any, Any]] = [
     (F, "scaled_dot_product_attention", MATH_KERNEL, attention_in_block),
     (checkpoint, "CheckpointFunction", checkpoint.CheckpointFunction, _NonReentrant),
     (torch, "cond", _COND, _branch),
-    (Variable, "__new__", _VARIABLE, _variable),
 ]
 
 _DEVICE_TYPES = {"cpu"}

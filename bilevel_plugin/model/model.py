@@ -17,8 +17,8 @@ hold the values of the current state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -61,6 +61,17 @@ class Evaluation:
     left: Callable[[], State]  # returns the buffers as the losses have left them
     tasks: State | None = None  # the tensors of all tasks, if the losses are mapped over them
     running: RunningStatistics | None = None  # who normalises
+    kernels: Kernels | None = None  # the mode that the model runs in
+
+    @contextmanager
+    def with_kernels(self) -> Generator[None]:
+        """Have the kernels on inside this context, and not only where the model is called."""
+        kernels, self.kernels = self.kernels, None
+        try:
+            with kernels or _NOTHING:
+                yield
+        finally:
+            self.kernels = kernels
 
 
 @dataclass
@@ -73,6 +84,7 @@ class Seen:
     changing: set[str] = field(default_factory=set[str])  # the other floating-point buffers that a step has changed
     stops: bool = False  # a loss has called `stop_gradient`
     derives: bool = False  # a loss takes derivatives of its own
+    recomputes: bool = False  # a part of a loss is under activation checkpointing
     eager_only: str = ""  # why the losses can't run as compiled code, where no function is replaced
     unknown: tuple[str, str] | None = None  # why the derivative of running statistics is not known, and a fix
     outside: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # statistics of other modules, updated here
@@ -239,6 +251,7 @@ class Model:
                 seen = self.seen
                 seen.stops, seen.derives = seen.stops or taking.stops, seen.derives or taking.derives
                 seen.eager_only = seen.eager_only or taking.eager_only
+                seen.recomputes = seen.recomputes or (evaluation.kernels is not None and evaluation.kernels.recomputes)
                 torch.clear_autocast_cache()  # a backward pass that ran code again may have left copies there
 
     def swapped(self, tensors: State, run: Callable[[], T]) -> T:
@@ -256,9 +269,15 @@ class Model:
 
     def call(self, function: Callable[..., Any], evaluation: Evaluation, args: Any, kwargs: Any = None) -> Any:
         """Return function(model, *args, **kwargs), mapped over the tasks if there are several."""
+        if evaluation.kernels is None:  # they are on, or this is compiled code
+            return self._call(function, evaluation, args, kwargs or {})
+        with evaluation.kernels:
+            return self._call(function, evaluation, args, kwargs or {})
+
+    def _call(self, function: Callable[..., Any], evaluation: Evaluation, args: Any, kwargs: Any) -> Any:
         if evaluation.tasks is None:
-            return function(self.module, *args, **(kwargs or {}))
-        return self.tasks.mapped(self, function, evaluation.tasks, (args, kwargs or {}))
+            return function(self.module, *args, **kwargs)
+        return self.tasks.mapped(self, function, evaluation.tasks, (args, kwargs))
 
     def present_buffers(self, modules: Iterable[nn.Module] | None = None) -> State:
         """Return the buffers that are in the model now, or in some of its modules."""
@@ -296,7 +315,7 @@ class Model:
         follow: bool = False,
         first: bool = False,
     ) -> AbstractContextManager[Any]:
-        """Replace the functions whose derivative with respect to the weights is missing or wrong, while losses run.
+        """Replace the functions whose derivative with respect to the weights is missing or wrong, in what `call` runs.
 
         With `graph`, a derivative is taken of more than the direction of a step; with `twice`, that of the direction.
         """
@@ -307,13 +326,14 @@ class Model:
         )
         # the weights of one task are in the model only while a loss runs, not in the backward pass
         kept = self.graphs_are_kept or self.tasks.count is not None
-        mode = Kernels(
+        mode = evaluation.kernels = Kernels(
             taking,
             differentiated=graph,
             statistics=evaluation.running,
             noted=seen.constants if kept or self._notes_leaves else None,
             graphs_are_kept=kept,
         )
+        mode.recomputes = seen.recomputes
         # on a device the kernels of the plain loop may draw different random numbers
         fused = not (twice or self.devices or evaluation.tasks is not None)
         return replaced(mode, fused=fused, recurrent_on_gpu=self._recurrent_on_gpu)

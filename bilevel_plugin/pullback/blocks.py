@@ -155,7 +155,8 @@ class _Tangents:
         """Return the tangents of the gradients, while the model holds dual numbers."""
         piece = self._piece
         blocks = Blocks(piece, inside, self._wanted)
-        with OnDualNumbers(inside.taking) as blocks.dual, blocks.installed(self._modules):
+        # a mode that is entered later is asked first: that of dual numbers, for embeddings with a row of padding
+        with inside.with_kernels(), OnDualNumbers(inside.taking) as blocks.dual, blocks.installed(self._modules):
             with unsuited("a loss"):
                 weighted, values = piece.losses(inside)
             if inside.taking.stops or inside.taking.unknown:

@@ -7,7 +7,6 @@ import torch
 from contract import ENGINES, OWN
 from plain_loop import block, data, exact, losses, mlp, right_or_refused, start
 from torch import nn
-from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 import bilevel_plugin as bilevel
@@ -24,7 +23,6 @@ def flagged(x):
 POINTS = {
     "detach": lambda x: x.detach().clone().requires_grad_(),
     "flag": flagged,
-    "Variable": lambda x: Variable(x.clone(), requires_grad=True),
     "made": lambda x: torch.linspace(-1, 1, 300, requires_grad=True).view(100, 3),
     "batch": lambda x: x.requires_grad_(),
     "set": lambda x: torch.tensor(x.tolist(), requires_grad=True),
