@@ -239,6 +239,7 @@ class Inner:
             model.tasks.map,
             [f for f in functions if f is not None],
             zeros=self._unused == "zero",
+            checks=self._check is not False,
             has_no_rate=update.has_no_rate,
         )
         loop = Loop(Run(model, self._losses, self._rule, update, prepare, self._engine, self._check))

@@ -142,6 +142,7 @@ class Run:
         step = self.open or Step(k, model, self.buffers, only)
         before, hooks, pieces = (list(step.pieces), step.open, step.calls), self.prepare.hooks(k), list[Piece]()
         means: State = {}
+        step.action = "step" if close else "accumulate"
         with EXCLUSIVE:
             try:
                 if self.open is None:
@@ -151,6 +152,8 @@ class Run:
                     if hooks is not None and (step.pieces or not close):
                         pieces[-1].hooks = lambda d: hooks(d, {})
                     means = tape.evaluate(step, self.z, pieces, cut, self.monitor)
+                else:
+                    model.ranks.means({}, step.action)
                 self.held.check_not_written(self.z, k)
                 self.open = step
                 if close:

@@ -24,11 +24,12 @@ from ..model.tasks import row_of
 from ..step.batches import samples_of, split
 from ..step.piece import Term
 from ..step.step import Step
+from ..update.prepared import Prepared
 from .compared import Compared
 from .differences import NotChecked
 from .held import switches
 from .probe import Losses, Probe, guarded
-from .updates import compare_update
+from .updates import IN_STATE, compare_update
 
 _G, _UPDATE = "the gradient of g", "the derivative of direction=, a hook or a rule"
 _BYTES_A_WEIGHT = 32  # that the check takes: float64 weights, their gradient one by one, and a cotangent
@@ -80,7 +81,10 @@ class Sentinel:
             if step.update is not None and step.update.closes_over and not one:
                 probe.rows = None  # the update is that of the whole batch
                 with guarded():
-                    found.append((_UPDATE, compare_update(step.update, z, probe.gradient_of(losses))))
+                    parts = compare_update(step.update, z, probe.gradient_of(losses))
+                if isinstance(step.update, Prepared):  # which compares the derivatives of its functions when it runs
+                    parts = [part for part in parts if part.what not in IN_STATE]
+                found.append((_UPDATE, parts))
         except NotChecked as why:
             warnings.warn(
                 f"bilevel.inner: the derivatives of this loop could not be checked: {why}. Check them by "

@@ -20,6 +20,7 @@ from .differences import compare
 from .double import InFloat64, random_like
 
 _PARTS = {"d": "the direction", "z": "the weights and the optimizer's state"}
+IN_STATE = tuple(_PARTS.values())
 
 
 def compare_update(update: Update, z: State, d: State) -> list[Compared]:

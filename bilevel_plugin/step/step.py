@@ -52,7 +52,7 @@ class Open:
 class Step:
     """Φ_k: z ↦ z⁺ = Υ(z, Σ_i ∇ℓ_i), for all weights w or `only` some."""
 
-    __slots__ = ("calls", "directed", "k", "model", "moved", "only", "open", "pieces", "update")
+    __slots__ = ("action", "calls", "directed", "k", "model", "moved", "only", "open", "pieces", "update")
 
     def __init__(self, k: int, model: Model, buffers: State, only: frozenset[str] | None = None) -> None:
         self.k, self.model, self.only = k, model, only
@@ -61,6 +61,7 @@ class Step:
         self.directed: tuple[str, ...] = ()  # the weights that have a direction
         self.moved: tuple[str, ...] = ()  # the weights that the update has changed
         self.calls = 0  # of the user, which have added pieces
+        self.action = ""  # what the user does with it now, which must be the same on every rank
         self.open: Open | None = Open(Sums(model), buffers)
 
     # --- the step is taken ---
@@ -103,7 +104,7 @@ class Step:
             for n, x in found.values.items():
                 values[n] = values[n] + x if n in values else x
             piece.release()
-        means = model.ranks.means(values, f"{sorted(self.only or ())} {len(pieces)}")
+        means = model.ranks.means(values, f"{self.action} {sorted(self.only or ())} {len(pieces)}")
         read = pieces[0].record.values if means is values and len(pieces) == 1 else means.values()
         for (n, mean), number in zip(means.items(), read, strict=True):
             monitor.record_loss(self.k, n, mean, z, number)
@@ -201,13 +202,14 @@ class Step:
         b: State = {n: a[n] for n in statistics if n in a}
         through: State = {}
         through_b: State = {}
+        direct: State = {}  # from the losses between the pieces, which are summed over the ranks already
         ends: State = {}  # the statistics after the last piece
         of_call: CotangentOf = cotangent
         for i, piece in reversed(list(enumerate(self.pieces))):
             for loss in losses.get(i + 1, ()):
                 found = loss.pull(inputs, into, {**z, **before[i + 1]})
                 b = plus(b, {n: x for n, x in found.items() if n in statistics})
-                through = plus(through, {n: x for n, x in found.items() if n not in statistics})
+                direct = plus(direct, {n: x for n, x in found.items() if n not in statistics})
             if self.update is None and not b:
                 continue  # the step is open, and nothing is differentiated through this piece
             record = piece.record
@@ -233,6 +235,7 @@ class Step:
             del pulled
         self.release()
         found = self._joined(cotangent, through, b, inputs, into)
+        found.adjoint = plus(found.adjoint, direct) if direct else found.adjoint
         found.to.update(ends)
         return found
 

@@ -72,8 +72,9 @@ def clip_norm(max_norm: Value, norm_type: float = 2.0, *, over: Over | None = No
         norm_type: the order of the norm.
         over: the weights whose norm it is, and that are clipped: a module, an optimizer, or parameters. It has to be
             given where the optimizers of a block hold a part of what requires grad in the model. The gradients of
-            weights that no optimizer holds then count, as in `clip_grad_norm_(model.parameters(), ...)`. Such weights
-            stay as they are. To get their hypergradient, name them: `hypergrad(module)`, `backward(parameters)`.
+            weights that no optimizer holds then count, as in `clip_grad_norm_(model.parameters(), ...)` after
+            `model.zero_grad()`. Such weights stay as they are. To get their hypergradient, name them:
+            `hypergrad(module)`, `backward(parameters)`.
 
     Examples:
         >>> import torch, bilevel_plugin as bilevel

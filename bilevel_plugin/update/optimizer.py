@@ -127,8 +127,10 @@ class OptimizerRule(UpdateRule):
         return self._count_once(x.reshape(()) if x.numel() == 1 else x)
 
     def count(self, moved: Iterable[str]) -> None:
-        self._count.update({n: self._count[n] + 1 for n in moved})
-        self._watch.step_taken()
+        counts = {n: self._count[n] + 1 for n in moved}
+        self._count.update(counts)
+        if counts:  # loop.accumulate moves nothing
+            self._watch.step_taken()
 
     def names_held_by(self, optimizer: torch.optim.Optimizer) -> list[str] | None:
         if not any(o is optimizer for o in self._optimizers):

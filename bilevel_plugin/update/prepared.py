@@ -2,11 +2,12 @@
 
 These functions are the user's, so what the derivative needs of them is measured. A function that is called again with
 the same gradient has to return the same: the first call in a step is repeated. Its random numbers are those of the
-first call whenever the step is run again. The sentinel compares its derivative with differences.
+first call whenever the step is run again. And its derivative is compared with differences, in steps 1, 2, 4, 8, ….
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor
 
 from ..autograd.derive import grad
+from ..autograd.missing import DerivativeWarning
 from ..autograd.trees import State
 from .direction import DirectionFunction, hooks_of
+from .proof import CAUSES, TOLERANCE, derivative_error
 from .update import PulledUpdate, Update, add
 
 Each = Callable[[Callable[[Any], State], Any], State]  # maps a function of states over the tasks
@@ -25,8 +28,8 @@ Each = Callable[[Callable[[Any], State], Any], State]  # maps a function of stat
 class Call:
     """A function of the direction in one step, which returns the same whenever the step is run again."""
 
-    def __init__(self, function: DirectionFunction, each: Each, k: int) -> None:
-        self.function, self._each, self._k = function, each, k
+    def __init__(self, function: DirectionFunction, each: Each, k: int, checks: bool) -> None:
+        self.function, self._each, self._k, self._checks = function, each, k, checks
         self._taken, self._random = False, None
 
     def __call__(self, d: State, w: State) -> State:
@@ -55,18 +58,32 @@ class Call:
         return self._each(lambda both: self.function(*both), (d, w)) if d else d
 
     def _check(self, d: State, w: State, new: State) -> None:
-        """Raise if the function returns something else in a second call."""
+        """Raise if the function returns something else in a second call; warn if its derivative is not its own."""
         d, w = ({n: x.detach() for n, x in s.items()} for s in (d, w))
         with torch.no_grad():
             again = self(d, w)
         for n, x in new.items():
-            if not (x.is_meta or torch.allclose(again[n], x, rtol=1e3 * torch.finfo(x.dtype).eps, equal_nan=True)):
+            if not (x.is_meta or torch.equal(again[n], x) or _is_close(again[n], x)):
                 raise RuntimeError(
                     f"bilevel.inner: {self.function.name} returned another direction when it was called again with the "
                     f"same gradient, at step k = {self._k} (for {n!r}): it has a state of its own, such as a momentum "
                     "or a counter, or draws random numbers that are not torch's. A rule has a state: write it as "
                     "optimizer=rule, with rule(w, d, state, *, lr, count). Draw with torch."
                 )
+        if self._checks and self._k & (self._k - 1) == 0:  # steps 1, 2, 4, …
+            error = derivative_error(self, d, w)
+            if error is not None and error > TOLERANCE:
+                warnings.warn(
+                    f"bilevel.inner: the derivative of {self.function.name} is not that of what it does, at step k = "
+                    f"{self._k}: it differs by {error:.2%} from central differences, so the hypergradient may be "
+                    f"wrong. {CAUSES}",
+                    DerivativeWarning,
+                    stacklevel=2,
+                )
+
+
+def _is_close(x: Tensor, y: Tensor) -> bool:
+    return torch.allclose(x, y, rtol=1e3 * torch.finfo(y.dtype).eps, equal_nan=True)
 
 
 def _random_states(devices: Iterable[torch.device]) -> dict[torch.device | None, Tensor]:
@@ -168,17 +185,18 @@ class Preparation:
         functions: Sequence[DirectionFunction],
         *,
         zeros: bool = False,
+        checks: bool = True,
         has_no_rate: bool = False,
     ) -> None:
         self._parameters, self._each, self._functions = parameters, each, functions
-        self._has_no_rate = has_no_rate
+        self._checks, self._has_no_rate = checks, has_no_rate
         self._used = {n for n, p in parameters.items() if zeros and p.grad is not None}
         self._zeros = zeros
 
     def __call__(self, update: Update, k: int, only: frozenset[str] | None = None) -> Update:
         """Return the update of step k, which may be restricted to some weights, with what comes before it."""
         zeros = frozenset(self._used if only is None else self._used & only)
-        calls = [Call(f, self._each, k) for f in self._functions]
+        calls = [Call(f, self._each, k, self._checks) for f in self._functions]
         return Prepared(calls, update, zeros) if calls or zeros else update
 
     def hooks(self, k: int) -> Call | None:
@@ -192,7 +210,7 @@ class Preparation:
                 "hook would see the gradient times the rate. Give the rate by lr= or optimizer=, and the solver by "
                 "name."
             )
-        return Call(hooks, self._each, k)
+        return Call(hooks, self._each, k, self._checks)
 
     def count(self, moved: Iterable[str]) -> None:
         """Note the weights that had a gradient in a step."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from .proof import refuse_other_step
 from .registry import Formula
 
+_OF_A_BLOCK = "_of_a_block"  # the attribute of a hook of this file
 Entry = tuple[Any, int]  # an object of an optimizer's state, and the version of a tensor
 
 
@@ -86,6 +87,8 @@ class Watch:
             state = {i: {**found["state"].get(i, {}), **held.get(p, {})} for i, p in places}
             found["state"] = {**found["state"], **{i: entry for i, entry in state.items() if entry}}
 
+        for hook in (before, after):
+            setattr(hook, _OF_A_BLOCK, True)
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
@@ -122,9 +125,8 @@ class Watch:
                 "bilevel.inner: the param_groups of the optimizer have changed in the block (add_param_group). Set "
                 "them up before the block, and open a new block after such a change."
             )
-        own = {handle.id for handle in self._handles}
         for optimizer in self._optimizers:
-            refuse_hooks(optimizer, own)
+            refuse_hooks(optimizer)
 
     def _ids(self) -> list[list[int]]:
         return [[id(p) for p in group["params"]] for o in self._optimizers for group in o.param_groups]
@@ -158,12 +160,12 @@ def _is_equal(before: Entry, now: Entry) -> bool:
     return kept and (x is y or x.is_meta or torch.equal(x, y))
 
 
-def refuse_hooks(optimizer: torch.optim.Optimizer, known: Collection[int] = ()) -> None:
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Raise if the optimizer's step is not that of its class alone: it has hooks, or was replaced on the object."""
     refuse_other_step(optimizer)
     own = (getattr(optimizer, kind, {}) for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
     for hooks in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks):
-        if any(i not in known for i in hooks):
+        if any(not hasattr(hook, _OF_A_BLOCK) for hook in hooks.values()):
             raise ValueError(
                 "bilevel.inner: the optimizer has a hook on its step. A block reads the optimizer and never steps it, "
                 "so the hook would not run. Remove it; what it does to the gradient can be written as direction=, a "

@@ -614,7 +614,10 @@ class Both:
 
     def train(self):
         s = self.s
-        options = {"solver": "gd", "optimizer": self.optimizer(s.model), **self.options}
+        optimizer = self.optimizer(s.model)
+        options = {"solver": "gd", "optimizer": optimizer, **self.options}
+        if "clip" in options:
+            options["clip"] = bilevel.clip_norm(options["clip"], over=optimizer)
         with bilevel.inner(s.model, self.h, s.g, **options) as loop:
             for batch in s.batches():
                 loop.step(*batch, outer=s.outer)

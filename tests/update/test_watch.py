@@ -237,6 +237,23 @@ def test_steps_of_the_optimizer_without_steps_of_the_loop():
     optimizer.step()
 
 
+def test_one_optimizer_in_two_open_blocks():
+    """The hooks of a block, which may be abandoned, are none of the user's."""
+    model = nn.Linear(3, 2)
+    loss = lambda m: m(torch.ones(3)).square().sum()
+    optimizer = torch.optim.SGD(model.parameters(), RATE, momentum=0.5)
+    outer = bilevel.inner(model, loss, solver="gd", optimizer=optimizer)
+    with outer as first:
+        first.step()
+        with bilevel.inner(model, loss, solver="gd", optimizer=optimizer) as second:
+            second.step()
+            second.step()
+        first.step()
+        assert optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (2, 3)
+    assert not optimizer.state_dict()["state"]
+    assert not optimizer._optimizer_step_pre_hooks
+
+
 def test_a_step_that_was_replaced_on_the_object():
     """By name; under a scheduler, which replaces it too, as well."""
     loss = lambda m: m.weight.square().sum()
