@@ -15,7 +15,7 @@ from .check.check_loop import check_loop
 from .check.gradcheck import gradcheck
 from .engine import CG, Engine, Forward, Neumann, OuterLoss, Reverse, Tape, Unroll
 from .inner import Loop, inner
-from .kernels.replace import stop_gradient
+from .kernels.stopping import stop_gradient
 from .step.fetching import fetched
 from .step.step import Step
 from .step.traced import traced

@@ -18,7 +18,7 @@ from .collect import after_hooks, collected
 from .engine.schedule import Plan
 from .guards.opening import refuse_inference_mode
 from .inputs import Inputs, Only, as_tuple, flatten, names_of
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss, WithKeywords
 from .run import Run
 from .step.batches import Reduction, checked

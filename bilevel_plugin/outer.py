@@ -15,7 +15,7 @@ from .autograd.trees import Pairs, State, cut_graph
 from .engine import OuterLoss
 from .guards.evaluation import disconnected, refuse_hidden_parameter
 from .guards.held import warn_if_read
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss
 from .model.model import Evaluation, Model
 from .model.tasks import joined, row_of

@@ -17,7 +17,7 @@ from .guards.evaluation import check_batch
 from .guards.held import Held
 from .guards.seals import Seals
 from .inputs import as_tuple, as_weight
-from .kernels.replace import EXCLUSIVE, full_precision
+from .kernels.switches import EXCLUSIVE, full_precision
 from .model.losses import Loss, code_of, scalar
 from .model.model import Evaluation, Model
 from .outer import LossGiven, LossOfBatch

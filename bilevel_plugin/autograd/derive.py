@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,9 @@ class Traced:
         return {n: grad for n, grad in zip(self.at, grads, strict=False) if grad is not None}
 
 
+IN_BACKWARD: list[Callable[[], AbstractContextManager[Any]]] = []  # the function mode of a part that runs again
+
+
 def vjp(
     to: State, a: State, inputs: Sequence[Tensor], share: float = 1.0, retain_graph: bool = True
 ) -> Sequence[Tensor | None]:
@@ -94,7 +97,7 @@ def grad(
     """
     along = [torch.ones_like(x) if a is None else a for x, a in zip(outputs, along, strict=True)]
     run: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
-    with without_hooks(inputs):
+    with without_hooks(inputs), IN_BACKWARD[-1]() if IN_BACKWARD else nullcontext():
         return run(tuple(outputs), tuple(along), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False)
 
 

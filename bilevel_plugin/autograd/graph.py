@@ -51,7 +51,7 @@ def find_leaves(
         kind, leaf = type(node), leaf_of(node)
         if leaf is not None:
             met = met or id(leaf) in ids
-            if id(leaf) not in passed:
+            if id(leaf) not in passed and is_outer(leaf):
                 found.append(leaf)
             continue
         if node in stop:
@@ -78,6 +78,14 @@ GRAPH_TO_WEIGHTS = (
 def leaf_of(node: Any) -> Tensor | None:
     """Return the leaf that a node of a graph accumulates the gradient of; None for any other node."""
     return getattr(node, "variable") if type(node) is _LEAF else None  # noqa: B009 (the annotations do not know it)
+
+
+FLAGGED: set[int] = set()  # ids of the leaves that the losses under evaluation have made require grad
+
+
+def is_outer(leaf: Tensor) -> bool:
+    """Whether a leaf was not made by the loss itself, to take a derivative with respect to it."""
+    return leaf.requires_grad and id(leaf) not in FLAGGED
 
 
 def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
@@ -109,7 +117,7 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
     for node in nodes(roots):
         for edge, _ in node.next_functions:
             leaf = leaf_of(edge)
-            if leaf is not None:
+            if leaf is not None and is_outer(leaf):
                 found[id(leaf)] = leaf
                 if node._sequence_nr() < since:
                     old.add(id(leaf))

@@ -56,7 +56,6 @@ class _UnrollTape(Tape):
 
     def __init__(self) -> None:
         self._start: State = {}
-        self._losses_seen: set[object] = set()
         self._edges: list[list[GradientEdge]] = []  # the place of each state in the graph, without its values
         self._losses: list[Tensor] = []  # the added losses, with their graphs
 
@@ -77,7 +76,7 @@ class _UnrollTape(Tape):
         pass
 
     def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
-        return step.evaluate(z, pieces, cut, monitor, graph=True, known=self._losses_seen)
+        return step.evaluate(z, pieces, cut, monitor, graph=True)
 
     def close(self, step: Step, z: State, update: Update) -> State:
         to = step.close(z, update, graph=True)
