@@ -10,7 +10,7 @@ import torch
 from problems import Ridge, relative
 
 import bilevel_plugin as bilevel
-from bilevel_plugin import hypergrad
+from bilevel_plugin import engine as engines
 from bilevel_plugin.engine.implicit import CG, Neumann
 from bilevel_plugin.pullback import PULLBACKS
 from bilevel_plugin.update.solvers import SOLVERS
@@ -41,7 +41,7 @@ def with_fixed_point(solver: str) -> Any:
 def differentiates(solver: str, engine: str) -> None:
     """As unroll does: after as many steps as it takes to settle, or before that if the engine does not need it."""
     ridge = Ridge.random()
-    implicit = issubclass(hypergrad.ENGINES[engine], CG | Neumann)
+    implicit = issubclass(engines.ENGINES[engine], CG | Neumann)
     results = []
     for how in (engine, "unroll"):
         with bilevel.inner(ridge.model(), ridge.h, ridge.g, solver=with_fixed_point(solver), engine=how) as loop:
