@@ -34,35 +34,21 @@ RED: Red = {
         ),
         "test_a_model_that_sets_an_attribute_has_living_tensors_in_it_after_the_block": (
             "tasks= leaves dead tensors in attributes",
-            {
-                "": "tasks",
-            },
+            {"": "tasks"},
         ),
         "test_the_weights_can_be_saved_and_loaded": (
             "torch.save(loop.weights) is unloadable",
-            {
-                "weights_only-after the steps": "reverse sqrt memory blocks unroll forward tasks",
-            },
+            {"weights_only-after the steps": "reverse sqrt memory blocks unroll forward tasks"},
         ),
         "test_a_file_of_the_weights_is_loaded_by_another_process": (
             "torch.save(loop.weights) is unloadable",
-            {
-                "": "reverse sqrt memory blocks unroll forward",
-            },
+            {"": "reverse sqrt memory blocks unroll forward"},
         ),
         "test_a_graph_made_before_the_block_and_differentiated_after_it": (
             "a graph made before the block and differentiated after it",
-            {
-                "0": "reverse sqrt memory blocks unroll forward",
-                "2": "reverse sqrt memory blocks unroll forward",
-            },
+            {"0": "reverse sqrt memory blocks unroll forward", "2": "reverse sqrt memory blocks unroll forward"},
         ),
-        "test_an_abandoned_generator_closes_its_own_block": (
-            "an abandoned generator closes another block",
-            {
-                "": "",
-            },
-        ),
+        "test_an_abandoned_generator_closes_its_own_block": ("an abandoned generator closes another block", {"": ""}),
         "test_unusual_constructs": (
             "torch.cond; jvp in h with memory=",
             {
@@ -75,22 +61,15 @@ RED: Red = {
         ),
         "test_a_counter_of_operations_around_the_block": (
             "FlopCounterMode",
-            {
-                "": "reverse sqrt memory blocks unroll forward",
-            },
+            {"": "reverse sqrt memory blocks unroll forward"},
         ),
         "test_a_counter_of_operations_in_a_loss": (
             "FlopCounterMode",
-            {
-                "": "reverse sqrt memory blocks unroll forward",
-            },
+            {"": "reverse sqrt memory blocks unroll forward"},
         ),
         "test_a_sparse_embedding_as_the_outer_variable": (
             "a sparse embedding as the outer variable",
-            {
-                "hypergrad": "reverse sqrt memory blocks unroll",
-                "backward": "reverse sqrt memory blocks unroll",
-            },
+            {"hypergrad": "reverse sqrt memory blocks unroll", "backward": "reverse sqrt memory blocks unroll"},
         ),
     },
     "test_promises_blocks.py": {
@@ -106,12 +85,7 @@ RED: Red = {
                 "a scale that a schedule moves": "auto reverse",
             },
         ),
-        "test_noise_in_a_direction_under_dropout": (
-            "blocks= refuses noise in direction= under Dropout",
-            {
-                "": "auto",
-            },
-        ),
+        "test_noise_in_a_direction_under_dropout": ("blocks= refuses noise in direction= under Dropout", {"": "auto"}),
     },
     "test_promises_buffers.py": {
         "test_a_state_that_steps_change_and_losses_read": (
@@ -175,27 +149,18 @@ RED: Red = {
         ),
         "test_a_function_of_the_direction_is_right": (
             "random numbers in direction= under tasks= (a bare error of vmap)",
-            {
-                "torch's own noise": "tasks",
-            },
+            {"torch's own noise": "tasks"},
         ),
         "test_a_cut_in_a_later_step_alone": (
             ".item() in direction=, in some steps alone",
-            {
-                "": "reverse sqrt memory blocks unroll forward tasks",
-            },
+            {"": "reverse sqrt memory blocks unroll forward tasks"},
         ),
     },
     "test_promises_implicit.py": {
         "test_a_loop_far_from_its_fixed_point": (
             "cg accepts a loop that is far from its fixed point",
-            {
-                "0.001-5": "cg",
-                "0.0001-5": "cg",
-                "1e-06-5": "cg",
-                "1e-09-1": "cg",
-            },
-        ),
+            {"0.001-5": "cg", "0.0001-5": "cg", "1e-06-5": "cg", "1e-09-1": "cg"},
+        )
     },
     "test_promises_later.py": {
         "test_a_construct_in_a_later_step": (
@@ -236,29 +201,15 @@ RED: Red = {
         ),
     },
     "test_promises_leftover.py": {
-        "test_optimizer_step": (
-            "a leftover optimizer.step() does nothing in silence",
-            {
-                "": "reverse unroll forward",
-            },
-        ),
-        "test_loss_backward": (
-            "a leftover loss.backward() does nothing in silence",
-            {
-                "": "reverse unroll forward",
-            },
-        ),
+        "test_optimizer_step": ("a leftover optimizer.step() does nothing in silence", {"": "reverse unroll forward"}),
+        "test_loss_backward": ("a leftover loss.backward() does nothing in silence", {"": "reverse unroll forward"}),
         "test_a_step_that_was_replaced_on_the_object": (
             "an optimizer.step replaced on the object is not run",
-            {
-                "": "reverse unroll forward",
-            },
+            {"": "reverse unroll forward"},
         ),
         "test_a_step_that_was_wrapped_on_the_object": (
             "an optimizer.step replaced on the object is not run",
-            {
-                "": "reverse unroll forward",
-            },
+            {"": "reverse unroll forward"},
         ),
     },
     "test_promises_micro.py": {
@@ -274,7 +225,7 @@ RED: Red = {
                 "pairs whose weight begins at zero": "reverse sqrt memory blocks unroll forward",
                 "a mean over a mask, whole at first": "reverse sqrt memory blocks unroll forward",
             },
-        ),
+        )
     },
     "test_promises_penalties.py": {
         "test_a_loss_that_takes_derivatives_is_right": (
@@ -295,85 +246,49 @@ RED: Red = {
         ),
         "test_points_that_a_loss_asks_to_require_grad_get_no_gradient": (
             "gradient penalties: .grad of the user's points is filled",
-            {
-                "": "reverse sqrt memory blocks unroll forward",
-            },
+            {"": "reverse sqrt memory blocks unroll forward"},
         ),
         "test_forward_has_as_many_directions_as_there_are_outer_variables": (
             "gradient penalties: leaves of losses count as outer variables",
-            {
-                "": "reverse sqrt memory blocks unroll forward",
-            },
+            {"": "reverse sqrt memory blocks unroll forward"},
         ),
         "test_a_g_that_takes_a_derivative": (
             "loop.value with a g that takes a derivative",
-            {
-                "value": "reverse sqrt memory blocks unroll forward",
-            },
+            {"value": "reverse sqrt memory blocks unroll forward"},
         ),
         "test_a_g_that_takes_a_derivative_under_no_grad": (
             "loop.value with a g that takes a derivative",
-            {
-                "": "reverse sqrt memory blocks unroll forward",
-            },
+            {"": "reverse sqrt memory blocks unroll forward"},
         ),
-        "test_gradcheck_of_a_g_that_takes_a_derivative": (
-            "gradcheck with a g that takes a derivative",
-            {
-                "": "",
-            },
-        ),
+        "test_gradcheck_of_a_g_that_takes_a_derivative": ("gradcheck with a g that takes a derivative", {"": ""}),
     },
     "test_promises_sentinel.py": {
         "test_a_second_configuration_of_the_same_code_is_looked_at": (
             "the sentinel does not look at a second configuration",
-            {
-                "": "in_an_object in_the_model in_the_batch in_g by_direction",
-            },
+            {"": "in_an_object in_the_model in_the_batch in_g by_direction"},
         ),
         "test_the_cut_is_found_where_it_is_looked_at": (
             "the sentinel does not look at direction=",
-            {
-                "": "by_direction",
-            },
+            {"": "by_direction"},
         ),
         "test_a_wrong_part_for_the_outer_variable_is_not_drowned": (
             "the sentinel compares all parts together",
-            {
-                "": "",
-            },
+            {"": ""},
         ),
-        "test_an_added_outer_loss_is_looked_at": (
-            "the sentinel looks at the last outer loss alone",
-            {
-                "": "",
-            },
-        ),
+        "test_an_added_outer_loss_is_looked_at": ("the sentinel looks at the last outer loss alone", {"": ""}),
     },
     "test_promises_start.py": {
         "test_a_loss_that_holds_the_initial_weights": (
             "loss= that holds w_0",
-            {
-                "reverse": "weights clones",
-                "sqrt": "weights clones",
-                "memory": "weights clones",
-            },
+            {"reverse": "weights clones", "sqrt": "weights clones", "memory": "weights clones"},
         ),
         "test_an_outer_loss_that_closes_over_the_initial_weights": (
             "g that holds w_0",
-            {
-                "reverse": "weights clones",
-                "sqrt": "weights clones",
-                "memory": "weights clones",
-            },
+            {"reverse": "weights clones", "sqrt": "weights clones", "memory": "weights clones"},
         ),
         "test_a_proximal_term_of_h": (
             "h that holds w_0",
-            {
-                "reverse": "weights clones",
-                "sqrt": "weights clones",
-                "memory": "weights",
-            },
+            {"reverse": "weights clones", "sqrt": "weights clones", "memory": "weights"},
         ),
     },
     "test_promises_statistics.py": {
@@ -440,9 +355,7 @@ RED: Red = {
         ),
         "test_no_engine_is_advised_that_is_wrong_in_silence": (
             "the text advises unroll, which is wrong in silence",
-            {
-                "": "a tensor by NumPy",
-            },
+            {"": "a tensor by NumPy"},
         ),
     },
 }
