@@ -114,7 +114,7 @@ OF_CUT = {n: doing(make) for n, make in CUT.items()}
 OF_WHOLE = {n: doing(make) for n, make in WHOLE.items()}
 
 
-@constructs(OF_STATE, ALL)
+@constructs(OF_STATE, f"{ALL} micro accumulate")
 def test_a_direction_with_a_state_of_its_own(construct, variant):
     keeps_the_promise(construct, variant, "direction=")
 

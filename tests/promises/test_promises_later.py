@@ -253,6 +253,6 @@ SCHEDULES = {
 }
 
 
-@constructs(SCHEDULES, ALL)
+@constructs(SCHEDULES, f"{ALL} micro accumulate")
 def test_a_schedule_that_changes_the_gradient_alone(construct, variant):
     keeps_the_promise(construct, variant, r"(?<!hyper)gradient|second derivative of h|flag|attribute|number|Reversed")
