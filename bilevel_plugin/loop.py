@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .autograd.derive import without_hooks
 from .autograd.graph import find_leaves
 from .autograd.missing import explained
-from .autograd.trees import State, cut_graph
+from .autograd.trees import State, cut_graph, tensors_of
 from .check.reduction import check_reduction
 from .collect import after_hooks, collected
 from .engine.schedule import Plan
@@ -306,7 +306,12 @@ class Loop:
         """Return model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
         run = self._checked()
         run.mark_weights()
-        return run.inside(lambda evaluation: run.model.call(_forward, evaluation, args, kwargs))
+        result = run.inside(lambda evaluation: run.model.call(_forward, evaluation, args, kwargs))
+        if not torch.is_grad_enabled() and run.model.tasks.count is None:
+            for x in tensors_of(result):
+                if x.is_floating_point():
+                    run.model.seen.derived.add(x)  # without a graph, a batch would take it for a constant
+        return result
 
     @property
     def weights(self) -> dict[str, Tensor]:

@@ -40,7 +40,14 @@ class Computed:
     """
 
     def __init__(
-        self, model: Model, k: int, function: Callable[..., Any], args: tuple[Any, ...], buffers: State, *, replays: bool
+        self,
+        model: Model,
+        k: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        buffers: State,
+        *,
+        replays: bool,
     ) -> None:
         self.cut: Pairs = []
         self.leaves: Sequence[Tensor] = ()  # the outer variables, and earlier values, that the function uses
@@ -48,6 +55,7 @@ class Computed:
         self._model, self._function, self._buffers, self._replays = model, function, buffers, replays
         self._args = cut_graph(args, self.cut) if replays else args
         self._versions: list[int] = []
+        self._twice = False  # whether its derivative is differentiated again
         self.name = f"loop.compute({getattr(function, '__name__', type(function).__name__)})"
         self.record = Record(k, Conditions(model), self.cut, of=f"the value of {self.name}")
 
@@ -73,7 +81,7 @@ class Computed:
                 return use(evaluation, result)
 
         follow = bool(model.seen.moving)
-        return model.at(z, self._buffers, run, graph=True, follow=follow, twice=not self._replays)
+        return model.at(z, self._buffers, run, graph=True, follow=follow, twice=self._twice)
 
     def first(self, z: State, within: Callable[[Evaluation, State], None] | None = None) -> Any:
         """Evaluate the function for the first time, and return what the user is given.
@@ -81,6 +89,7 @@ class Computed:
         `within` is called with the tensors that have a derivative, while the model holds the weights.
         """
         model, since, lost = self._model, sequence_number(), _LostGraphs()
+        self._twice = within is not None or not self._replays
 
         def use(evaluation: Evaluation, result: Any) -> Any:
             for n, b in evaluation.left().items():
@@ -109,7 +118,8 @@ class Computed:
                     refuse_hidden_parameter(self.name, y, state, found, model)
                 leaves.update((id(x), x) for x in found)
             self.leaves = list(leaves.values())
-            given = map_tensors(self._given, result)
+            given_of = {i: self._given(x) for i, x in {id(x): x for x in tensors_of(result)}.items()}
+            given = map_tensors(lambda x: given_of[id(x)], result)
             if within is not None:
                 within(evaluation, dict(zip(map(str, range(len(outs))), outs, strict=True)))
             return given
