@@ -153,7 +153,7 @@ class LossOfBatch(OuterLoss):
     def kept(self) -> OuterLoss:
         """Record this loss, which is evaluated again when the sweep reaches its step."""
         model = self._run.model
-        record = self._recording = Record(self._k, Conditions(model), self.cut, of_step=False)
+        record = self._recording = Record(self._k, Conditions(model), self.cut, of="the outer loss")
         self._evaluate(None, lambda evaluation, traced: None, twice=False)
         record.note([self._here], self.leaves, [("g", (self.batch, self.weight))])
         record.seal(self.leaves, model)

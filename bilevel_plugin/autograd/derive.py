@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .missing import explained
 from .trees import Pairs, State
+from .weak import with_computed
 
 
 class Gradients:
@@ -56,7 +57,7 @@ class Traced:
 
     def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
         """Return a·∂to/∂at, and add a·∂to/∂λ to the sums, for `inputs`, or for every leaf if they are None."""
-        wanted = self.leaves if inputs is None else inputs
+        wanted = with_computed(inputs, self.leaves)
         grads = vjp(self.to, a, [*self.at.values(), *(x for _, x in self.cut), *wanted], self.share, self.retain_graph)
         into.collect(self.cut, wanted, grads[len(self.at) :])
         return {n: grad for n, grad in zip(self.at, grads, strict=False) if grad is not None}

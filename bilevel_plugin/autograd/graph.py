@@ -14,8 +14,23 @@ from .missing import SUSPECTS, is_suspect, refuse_node
 _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
+class Boundary(torch.autograd.Function):
+    """x itself, whose graph belongs to an earlier place of the loop: a look at the graph of a loss ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+_BOUNDARY = type(Boundary.apply(torch.zeros((), requires_grad=True)).grad_fn)  # pyright: ignore
+
+
 def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]:
-    """Yield the nodes of a graph, up to and including those to stop at."""
+    """Yield the nodes of a graph, up to and including those to stop at, and boundaries."""
     stack: list[Any] = [x.grad_fn or get_gradient_edge(x).node for x in roots if x.requires_grad]
     seen: set[Any] = {None}
     while stack:
@@ -23,7 +38,7 @@ def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]
         if node not in seen:
             seen.add(node)
             yield node
-            if node not in stop:
+            if node not in stop and type(node) is not _BOUNDARY:
                 stack.extend(edge for edge, _ in node.next_functions)
 
 

@@ -139,15 +139,17 @@ def check_batch(model: Model, where: str, batch: tuple[Any, ...], z: State, *, r
         if itself or reaches([x for x in tracked if not x.is_leaf], inner, stop, model.opened):
             raise ValueError(
                 f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a "
-                "graph back to them, which a step would cut. Compute it inside h (or g), or "
-                ".detach() it if it is meant to be a constant."
+                "graph back to them, which a step would cut. Compute it inside h (or g); or by loop.compute(fn, "
+                "*args), which a step takes for a constant and the hypergradient does not; or .detach() it if it is "
+                "a constant in both."
             )
     if any(x in model.seen.derived for x in tensors):
         raise ValueError(
-            f"bilevel.inner: a tensor in {where} is what a loss of this loop returned beside its value: it depends "
-            "on the weights, and a step would take it for a constant. Keep it in a buffer of the model, "
-            "model.hidden = bilevel.stop_gradient(hidden) inside h, and it is part of the loop; or .detach() it "
-            "if it is meant to be a constant."
+            f"bilevel.inner: a tensor in {where} is what a loss of this loop returned beside its value, or what "
+            "loop(x) returned without a graph: it depends on the weights, and the hypergradient would take it for a "
+            "constant. Compute it by loop.compute(fn, *args), which a step takes for a constant and the "
+            "hypergradient does not. What h finds and the next step needs may stay in a buffer of the model, "
+            "model.hidden = bilevel.stop_gradient(hidden) inside h. Or .detach() it if it is a constant in both."
         )
     if replays and any(hasattr(x, "__next__") for x in batch):
         raise TypeError(

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..autograd.derive import Gradients
 from ..autograd.graph import find_leaves, sequence_number
 from ..autograd.trees import Pairs, State
+from ..autograd.weak import with_computed
 from ..kernels.switches import full_precision
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
@@ -213,7 +214,7 @@ class Step:
             if self.update is None and not b:
                 continue  # the step is open, and nothing is differentiated through this piece
             record = piece.record
-            wanted = record.leaves if inputs is None else inputs
+            wanted = with_computed(inputs, record.leaves)
             if piece.last:
                 hooked = piece.hooks is not None
                 of_call = OfCall(self, i, z, before, cotangent, wanted, into) if hooked else cotangent
@@ -241,7 +242,7 @@ class Step:
 
     def _wanted(self, inputs: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """Return the outer variables that the update is differentiated with respect to."""
-        return self.pieces[-1].record.leaves if inputs is None else inputs
+        return with_computed(inputs, self.pieces[-1].record.leaves)
 
     def _statistics_before(self, z: State, cotangent: Cotangent, after: bool) -> list[State]:
         """Return the statistics before each piece that z lacks, and after the last.
