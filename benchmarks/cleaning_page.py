@@ -19,7 +19,8 @@ from .report import grid
 Results = dict[str, Any]
 LEVEL = 0.005  # a method this close to the best is level with it, or one within the best one's standard deviation
 QUALITY = {"f1": "F1", "ap": "Average precision", "p100": "Precision at 100"}
-COLOURS = dict(zip(METHODS, ("#d62728", "#1f77b4", "#17becf", "#2ca02c", "#7f7f7f"), strict=True))
+PALETTE = ("#d62728", "#e08214", "#8c510a", "#1f77b4", "#17becf", "#5aa7d6", "#2ca02c", "#9467bd", "#e377c2", "#7f7f7f")
+COLOURS = dict(zip(METHODS, PALETTE, strict=True))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -69,7 +70,11 @@ def means(rows: dict[str, dict[str, tuple[float, float]]], title: str) -> Block:
 
 
 def blocks(results: Results) -> list[Block]:
-    alarms = {name: row for name, row in figures(results, "false_alarms").items() if not SETS[name].rate}
+    alarms = {
+        name: row
+        for name, row in figures(results, "false_alarms").items()
+        if not (SETS[name].rate or SETS[name].people)
+    }
     made = figures(results, "feature_seconds")
     seconds = {
         name: {"features": next(iter(made[name].values())), **row}

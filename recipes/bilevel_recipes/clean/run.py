@@ -85,7 +85,7 @@ def changes(old: Rows, new: Rows) -> str:
 
 
 def _by_name(rows: Rows) -> dict[str, tuple[str, bool]]:
-    return {n: (rows.classes[y], bool(c)) for n, y, c in zip(rows.names, rows.y, rows.checked, strict=True)}
+    return {n: (rows.classes[y], bool(c)) for n, y, c in zip(rows.names, rows.labels, rows.known, strict=True)}
 
 
 def write(folder: Path, cleaner: Cleaner, command: str, comparison: Comparison | None, keep: bool) -> list[str]:
