@@ -119,7 +119,7 @@ def test_ages_are_a_quantity_and_numbered_classes_are_not() -> None:
 
 @pytest.mark.parametrize("form", ["jsonl", "xlsx", "latin-1"])
 def test_other_files(form: str, tmp_path: Path) -> None:
-    frame = table(city=["Zürich", "Genève"] * 30)
+    frame = table(city=["Zürich", "Genève", "Bern"] * 20)
     path = tmp_path / f"mine.{'csv' if form == 'latin-1' else form}"
     if form == "jsonl":
         frame.to_json(path, orient="records", lines=True)
@@ -129,7 +129,7 @@ def test_other_files(form: str, tmp_path: Path) -> None:
     else:
         frame.to_csv(path, index=False, encoding="latin-1")
     rows = read(path)
-    assert set(rows.content["city"]) == {"Zürich", "Genève"} if "city" in rows.content else "city" in rows.note
+    assert set(rows.content["city"]) == {"Zürich", "Genève", "Bern"}
     np.testing.assert_allclose(rows.content["a"], frame["a"])
     assert any("Latin-1" in told for told in rows.warnings) == (form == "latin-1")
 

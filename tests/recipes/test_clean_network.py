@@ -53,12 +53,11 @@ def evidence(
     logit = rng.normal(-3, 2.5, n)
     wrong = rng.random(n) < 1 / (1 + np.exp(-(a + b * logit)))
     at = np.zeros(n, bool)
-    at[rng.permutation(n)[:checked]] = True
+    sample = rng.permutation(n if both else np.flatnonzero(~wrong))  # judged by their right labels
+    at[sample[:checked]] = True
     seen = np.zeros(n, bool)
     seen[np.argsort(-np.where(at, -np.inf, logit))[:reviewed]] = True
-    known = seen | (at if both else False)
-    if not both:
-        wrong = wrong & ~at  # the labels of checked rows are right
+    known = seen | at if both else seen
     return Evidence(1 / (1 + np.exp(logit)), at | seen, wrong, known, at), wrong
 
 

@@ -181,7 +181,7 @@ def test_everything_wrong_is_listed_at_once(rows, tmp_path):
     with pytest.raises(ValueError, match="nothing was applied") as caught:
         read_decisions(_write(tmp_path / "d.csv", lines), rows)
     found = str(caught.value).split("\n")[1:]
-    wants = ["'unicorn', which is not one of the classes", "decision 'delete'; it must be one of keep, relabel, drop, unsure, new",
+    wants = ["'unicorn', which is not one of the classes", "decision 'delete'; it must be one of keep, relabel, drop",
              r"row '3\.5'.*does not exist", "row 99.*does not exist; rows are numbered from 0 to 13",
              r"row 0 .*is skipped \(the file is damaged\)", "is called '4' in the data",
              "had the label.*when it was decided",
