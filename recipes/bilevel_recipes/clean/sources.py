@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import filecmp
+import json
 import os
 import sys
 import warnings
@@ -174,10 +175,15 @@ def _read_whole(path: Path, read: Callable[[Path], pd.DataFrame]) -> pd.DataFram
         raise ValueError(f"bilevel-clean: {path} is damaged, or not a {path.suffix} file ({error}).") from error
 
 
+def _read_lines(path: Path) -> pd.DataFrame:
+    with open(path, encoding="utf-8-sig") as file:
+        return pd.DataFrame([json.loads(line) for line in file if line.strip()])
+
+
 _READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
     ".parquet": lambda path: _read_whole(path, pd.read_parquet),
     ".xlsx": lambda path: _read_whole(path, pd.read_excel),
-    ".jsonl": lambda path: _read_whole(path, lambda p: pd.read_json(p, lines=True, convert_dates=False)),
+    ".jsonl": lambda path: _read_whole(path, _read_lines),
 }
 
 
