@@ -369,7 +369,7 @@ def _refused(here: Path) -> None:
         (("one_class.csv",), "there is only one class, 'plum'"),
         (("one_checked.csv",), "all 15 checked rows are of one class, 'plum'"),
         (("fruit.csv", "--label", "lable"), r"no column 'lable'.*Did you mean --label label\?"),
-        (("fruit.csv", "--label", "weight"), r"Choose a column of classes with --label\."),
+        (("fruit.csv", "--label", "weight"), r"Choose a column of classes with --label,"),
         (("fruit.csv", "--checked", "chekced"), r": --checked chekced is neither.*Did you mean --checked checked\?"),
         (("fruit.csv", "--root", "no where"), "--root 'no where' is not a folder"),
         (("fruit.csv", "--threads", "0"), "threads must be at least 1; got 0"),

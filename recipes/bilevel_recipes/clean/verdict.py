@@ -75,7 +75,8 @@ class Verdict:
         rows = np.flatnonzero(self.known)
         right = np.maximum(self.probabilities[rows, self.labels[rows]].astype(float), 1e-30)
         wrong = (1 - right) / (MISTAKES - 1)
-        return rows[wrong > right][np.argsort((right / wrong)[wrong > right], kind="stable")]
+        doubtful = wrong > right
+        return rows[doubtful][np.argsort(right[doubtful] / wrong[doubtful], kind="stable")]
 
     @property
     def found(self) -> int:
