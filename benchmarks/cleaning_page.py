@@ -136,10 +136,10 @@ NOTES = """\
   five folds of all rows, where checked rows have their right labels. The model is scikit-learn's logistic regression
   with its defaults. In *cleanlab-regularised* its C is chosen from 10⁻⁵ to 10² by cross-validation (on at most 10,000
   rows). In *cleanlab-knn* the model is k nearest neighbours, with k of 10, 20, 35 or 50 by cross-validation.
-- *cleanlab-best-filter* has the probabilities of cleanlab-regularised, and the `filter_by` of the best F1, which only
-  the truth can tell. *cleanlab-network* has the probabilities of the small network of `--features network`.
 - *cleanlab-best-filter* has the probabilities of cleanlab-regularised, and the `filter_by` of the best F1, which the
-  the mean logit margin of the given label in a training of that network on all rows (arXiv 2510.16211).
+  truth alone can tell. *cleanlab-network* has the probabilities of the small network of `--features network`.
+- **ours** is the default; *ours-hypergradients* takes 8 outer steps, *ours-network* is `--features network`. *margin*
+  is the mean logit margin of the given label in a training of that network on all rows (arXiv 2510.16211).
 - **checked-alone** is a logistic regression of the checked rows, with C by cross-validation. A label is called wrong if
   it predicts another one.
 - **Seconds of CPU time** are those of all threads together. The time for the features has to be added for each method.
