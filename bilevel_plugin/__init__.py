@@ -9,8 +9,10 @@ with bilevel.inner(model, h, g, solver="bigsam", lr=0.1) as loop:
 """
 
 from .autograd.graph import Gradients, State, Traced, as_leaves
+from .check.forecast import Forecast, forecast
 from .check.gradcheck import gradcheck
 from .check.sentinel import DerivativeWarning
+from .check.smoothness import metasmoothness
 from .engine import CG, End, Engine, Forward, Neumann, Reverse, Tape, Unroll
 from .inner import Loop, inner
 from .kernels.replace import stop_gradient
@@ -33,6 +35,7 @@ __all__ = [
     "DerivativeWarning",
     "End",
     "Engine",
+    "Forecast",
     "Forward",
     "Gradients",
     "Loop",
@@ -58,8 +61,10 @@ __all__ = [
     "convergent",
     "evaluate",
     "fetched",
+    "forecast",
     "gradcheck",
     "inner",
+    "metasmoothness",
     "optimizer_rule",
     "power",
     "stop_gradient",
