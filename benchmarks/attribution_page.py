@@ -94,16 +94,11 @@ class Measured:
         masks = torch.stack(_masks(s.rows, share))
         self._add("ceiling", share, ceiling(orders))
         mine = [m for o in range(s.orders) if (m := get(f"{s.name}_ours_{share:g}_{o}"))]
-        for k, found in enumerate(mine[:1]):
-            self._add("**ours**", share, score(-masks @ found["effects"].T, real), found["seconds"])
+        if mine:
+            self._add("**ours**", share, score(-masks @ mine[0]["effects"].T, real), mine[0]["seconds"])
         if len(mine) > 1:
-            mean = torch.stack([m["effects"] for m in mine]).mean(0)
-            self._add(
-                f"**ours, mean of {len(mine)} orders**",
-                share,
-                score(-masks @ mean.T, real),
-                sum(m["seconds"] for m in mine),
-            )
+            mean, seconds = torch.stack([m["effects"] for m in mine]).mean(0), sum(m["seconds"] for m in mine)
+            self._add(f"**ours, mean of {len(mine)} orders**", share, score(-masks @ mean.T, real), seconds)
         if one := get(f"{s.name}_ours_1_0"):
             self._add("ours, at weight 1", share, score(-masks @ one["effects"].T, real), one["seconds"])
         for name, options in (get(f"{s.name}_peers") or {"methods": {}})["methods"].items():
@@ -138,7 +133,7 @@ class Measured:
         return float(np.nanmean(values)) if np.isfinite(values).any() else math.nan
 
 
-def _masks(rows: int, share: float) -> Sequence[Tensor]:
+def _masks(rows: int, share: float) -> list[Tensor]:
     return list(subsets(_Rows(rows), share))  # pyright: ignore[reportArgumentType]
 
 
@@ -200,8 +195,8 @@ def extras(get: Pieces) -> list[str]:
         out += [
             "## How many rows carry a prediction",
             "",
-            f"Digits, tanh: of {found['right']} right answers, how many become wrong when the most helpful rows are left "
-            "out and the model is trained again.",
+            f"Digits, tanh: of {found['right']} right answers, how many become wrong when the most helpful rows are "
+            "left out and the model is trained again.",
             "",
             "| rows left out | " + " | ".join(map(str, REMOVED)) + " |",
             "| --- " + "| ---: " * len(REMOVED) + "|",
@@ -212,8 +207,8 @@ def extras(get: Pieces) -> list[str]:
         out += [
             "## Finding wrong labels",
             "",
-            "Digits, tanh, 1,000 rows of which 100 have a wrong label, 100 right rows as queries. The area under the ROC "
-            "curve of the rows that harm their mean loss. For this purpose `bilevel-clean` is the better tool.",
+            "Digits, tanh, 1,000 rows of which 100 have a wrong label, 100 right rows as queries. The area under the "
+            "ROC curve of the rows that harm their mean loss. For this purpose `bilevel-clean` is the better tool.",
             "",
             "| method | AUC |",
             "| --- | ---: |",

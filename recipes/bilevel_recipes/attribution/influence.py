@@ -54,7 +54,7 @@ class Influence:
     def top(self, query: int, count: int = 10) -> pd.DataFrame:
         """Return the rows that helped and hurt this query most, those that helped first."""
         effects = self.of_rows[query].numpy()
-        return self._lines(effects, count).assign(query=query, query_name=self.queries[query])[COLUMNS]
+        return self._lines(effects, count).assign(query=query, query_name=self.queries[query]).loc[:, COLUMNS]
 
     def together(self, queries: Sequence[int] | None = None, count: int = 20) -> pd.DataFrame:
         """Return the rows to look at first for these queries as a whole: their mean loss.
@@ -62,7 +62,7 @@ class Influence:
         queries: by default those of all.
         """
         which = list(range(len(self.queries)) if queries is None else queries)
-        return self._lines(self.of_rows[which].mean(0).numpy(), count)[COLUMNS[2:]]
+        return self._lines(self.of_rows[which].mean(0).numpy(), count)
 
     def frame(self, count: int = 10) -> pd.DataFrame:
         """Return `top` of every query, one below the other."""
