@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import engine as engines
+from .check import watch
 from .engine import Engine
 from .kernels.replace import EXCLUSIVE
 from .loop import Check, Inputs, Loop, Losses, flatten
@@ -203,6 +204,7 @@ class Inner:
         binding, update = self._bind()  # bound anew, since the model may change between the calls of a decorator
         loop = Loop(binding, self._losses, self._rule, update, self._direction, self._clip, self._engine, self._check)
         self._open[get_ident()].append(loop)
+        watch.opened(self, loop)
         return loop
 
     def __exit__(

@@ -219,6 +219,16 @@ def test_a_training_that_does_not_hand_over_its_loop_is_refused():
         Attribution(lambda weights: iter([3]), ROWS, queries).explain()
 
 
+def test_a_function_that_takes_a_hypergradient_of_its_own_is_taken_too():
+    train, queries = problem()
+
+    def took(weights):
+        return next(train(weights)).hypergrad(weights, loss=None)
+
+    found = Attribution(took, ROWS, queries, dtype=torch.float64).explain()
+    assert torch.equal(found.effects, attribution().explain().effects)
+
+
 def test_queries_without_a_loss_each_are_refused():
     train, (xq, yq) = problem()
     with pytest.raises(ValueError, match="reduction='none'"):

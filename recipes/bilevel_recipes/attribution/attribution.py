@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from bilevel_plugin.check.trainings import Train, at_end
 
 from .. import runs
 from .gradients import gradients_of
@@ -20,6 +21,7 @@ from .trust import Trust, trust
 FILE = "influence.pt"
 Queries = Callable[[Any], Tensor]
 Progress = Callable[[float, str], None]
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Attribution:
         print(found.top(0))                                      # the rows that helped and hurt query 0 most
 
     Attributes:
-        train: a generator function. It trains with a weight for each row, and yields its loop inside of the block. It
-            has to train in the same way each time it is called: the same start, the same batches.
+        train: a function that trains with a weight for each row, and yields its loop inside of the block (or takes a
+            hypergradient there, as for `bilevel.check_loop`). It has to train in the same way each time it is called:
+            from the same start, on the same batches.
         rows: how many rows there are, or their names. For a weight of each token, the shape of the weights, such as
             (rows, tokens).
         queries: a function from the trained model to one loss for each query; or a pair of inputs and labels, for the
@@ -48,10 +51,10 @@ class Attribution:
             share, such as 0.1 or 0.5, is about subsets without this share of the rows. It sets the weight at which
             training is linearised, 1 − share: the mean over these subsets. For large shares that predicts far better.
         names: what the queries are called.
-        start: the weights when nothing is left out, 1 by default.
+        dtype, device: of the weights.
     """
 
-    train: Callable[[Tensor], Iterator[Any]]
+    train: Train
     rows: int | tuple[int, ...] | Sequence[str]
     queries: Queries | tuple[Tensor, Tensor]
     leave_out: float | int = 1
@@ -93,8 +96,9 @@ class Attribution:
 
     def losses(self, weights: Tensor) -> Tensor:
         """Train with these weights, such as 0 for rows to leave out, and return the loss of each query."""
-        with trained(self.train, weights.detach().clone().requires_grad_()) as loop:
-            return self.losses_of(loop).detach()
+        return trained(
+            self.train, weights.detach().clone().requires_grad_(), lambda loop: self.losses_of(loop).detach()
+        )
 
     def losses_of(self, model: Any) -> Tensor:
         """Return the loss of each query by this model."""
@@ -119,19 +123,22 @@ class Attribution:
         say = progress or (lambda share, words: None)
         say(0.0, "training")
         weights = self.point()
-        with trained(self.train, weights) as loop:
+
+        def use(loop: Any) -> _Saved:
             losses = self.losses_of(loop).detach()
             done = _Saved(folder, losses, self.shape, float(weights.detach().flatten()[0]))
-            for q, found in enumerate(
-                gradients_of(loop, weights, self.losses_of, range(len(done.effects), len(losses))), len(done.effects)
-            ):
+            todo = range(len(done.effects), len(losses))
+            for q, found in zip(todo, gradients_of(loop, weights, self.losses_of, todo), strict=True):
                 say(q / len(losses), f"query {q + 1} of {len(losses)}")
                 done.add(-found.detach().to("cpu", torch.float32))
+            return done
+
+        done = trained(self.train, weights, use)
         say(1.0, "done")
         named = () if isinstance(self.rows, (int, tuple)) else tuple(map(str, self.rows))
         return Influence(
-            torch.stack(done.effects), losses.cpu(), self.share, float(weights.detach().flatten()[0]),
-            named or tuple(map(str, range(self.shape[0]))), tuple(self.names or map(str, range(len(losses)))),
+            torch.stack(done.effects), done.losses, self.share, float(weights.detach().flatten()[0]),
+            named or tuple(map(str, range(self.shape[0]))), tuple(self.names or map(str, range(len(done.losses)))),
         )  # fmt: skip
 
     def trust(self, found: Influence, *, subsets: int = 8, seed: int = 0, progress: Progress | None = None) -> Trust:
@@ -139,23 +146,16 @@ class Attribution:
         return trust(self, found, subsets=subsets, seed=seed, progress=progress)
 
 
-@contextmanager
-def trained(train: Callable[[Tensor], Iterator[Any]], weights: Tensor) -> Iterator[Any]:
-    """The loop of a training, while its block is open."""
-    training = train(weights)
-    if not isinstance(training, Iterator):
+def trained(train: Train, weights: Tensor, use: Callable[[Any], R]) -> R:
+    """Return what `use` makes of the loop of a training, while its block is open."""
+    found: list[R] = []
+    at_end(train, weights, lambda loop, *_: found.append(use(loop)))
+    if not found:
         raise TypeError(
-            f"attribution: the function that trains returned {type(training).__name__}. Write `yield loop` as the last "
-            "line of its block, so that the loop can be asked for gradients while the block is open."
+            "attribution: the function that trains handed over no loop. Write `yield loop` as the last line of its "
+            "block, so that the loop can be asked for gradients while the block is open."
         )
-    try:
-        loop = next(training, None)
-        if loop is None or not hasattr(loop, "hypergrad"):
-            raise TypeError(f"attribution: the function that trains yielded {type(loop).__name__}, and not its loop.")
-        yield loop
-        next(training, None)  # leave the block as its own lines do
-    finally:
-        getattr(training, "close", lambda: None)()
+    return found[0]
 
 
 class _Saved:
@@ -163,12 +163,13 @@ class _Saved:
 
     def __init__(self, folder: str | Path | None, losses: Tensor, shape: tuple[int, ...], weight: float) -> None:
         self._path = None if folder is None else Path(folder) / FILE
-        self._made = {"losses": losses.cpu(), "weight": weight}
+        self.losses = losses.cpu()
+        self._made = {"losses": self.losses, "weight": weight}
         self.effects: list[Tensor] = []
         state = runs.load(self._path) if self._path is not None else None
         if state is None:
             return
-        same = state["weight"] == weight and torch.equal(state["losses"], self._made["losses"])
+        same = state["weight"] == weight and torch.equal(state["losses"], self.losses)
         if not same or state["effects"].shape[1:] != shape:
             raise ValueError(
                 f"attribution: {self._path} has queries of another training: rows, queries, leave_out, seed or data "

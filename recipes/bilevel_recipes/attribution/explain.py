@@ -57,8 +57,8 @@ def explain(
     model = network(plan, x.shape[1], len(both.rows.classes))
     train = training(plan, model, x[both.train], y[both.train])
     say(0.0, "training")
-    with trained(train, torch.ones(len(both.train)).requires_grad_()) as loop, torch.no_grad():
-        p = loop(x[both.queries]).softmax(1)
+    ones = torch.ones(len(both.train)).requires_grad_()
+    p = trained(train, ones, lambda loop: loop(x[both.queries]).detach().softmax(1))
     right = p.argmax(1) == y[both.queries]
     accuracy = float(right.float().mean()) if both.labelled else float("nan")
     chosen = np.flatnonzero(~right.numpy()) if wrong else np.arange(len(both.queries))

@@ -8,9 +8,7 @@ from typing import Any
 from torch import Tensor
 
 
-def gradients_of(
-    loop: Any, weights: Tensor, queries: Callable[[Any], Tensor], which: Iterator[int] | range
-) -> Iterator[Tensor]:
+def gradients_of(loop: Any, weights: Tensor, queries: Callable[[Any], Tensor], which: range) -> Iterator[Tensor]:
     """Yield d loss_q / d weights for each query q of `which`, one hypergradient a query.
 
     The losses are computed anew for each, since a hypergradient uses up their graph.

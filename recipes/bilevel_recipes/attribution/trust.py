@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -106,12 +106,9 @@ def harmful(attribution: Attribution, found: Influence, sizes: Sequence[float] =
         gone[order[: max(1, round(size * len(order)))]] = 1
         return [-weights.detach() * spread(gone, attribution.shape).to(weights)]
 
-    def train(lam: Tensor) -> Iterator[Any]:
-        return attribution.train(lam)
-
     tried = sorted({max(1, round(s * len(order))) / len(order) for s in sizes})
     return bilevel.forecast(
-        train, weights, direction=drop, sizes=tried, loss=lambda loop: attribution.losses_of(loop).mean(),
+        attribution.train, weights, direction=drop, sizes=tried, loss=lambda loop: attribution.losses_of(loop).mean(),
         unit="dropping {:.1%} of the rows",
     )  # fmt: skip
 
