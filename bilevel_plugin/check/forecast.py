@@ -113,9 +113,9 @@ def forecast(
 
     Args:
         train: a function that trains, as `check_loop` takes it: called as `train(lam)` or `train()`, it opens a block
-            and takes a hypergradient, where each call ends. It may also `yield loop` when training is done. Or it returns
-            the outer loss, its gradient, and if it can the trained weights. It is called 4 + len(sizes) times, with the
-            same random state of torch, and only the first call takes a hypergradient.
+            and takes a hypergradient, where each call ends. It may also `yield loop` when training is done. Or it
+            returns the outer loss, its gradient, and if it can the trained weights. It is called 4 + len(sizes) times,
+            with the same random state of torch, and only the first call takes a hypergradient.
         lam: the outer variable. Its tensors are changed in place between the calls, and put back at the end.
         direction: where to go. By default along −gradient, where size 1 is a change as large as λ itself. A tensor (or
             one for each tensor of λ) is multiplied by the size. A function gets the size and the gradient, and returns

@@ -85,8 +85,8 @@ def at_end(train: Train, lam: Any, use: Callable[[Loop, Any, Tensor | None], R])
     """Run a function that trains, and return what `use` makes of its trained loop, whose block is open.
 
     The training has ended where the function yields its loop, or calls `hypergrad` or `backward`: it does not go on
-    from there. `use` gets the loop, and the `outer` and `loss` of that call. A function that does neither is run to its end,
-    and what it returns is returned.
+    from there. `use` gets the loop, and the `outer` and `loss` of that call. A function that does neither is run to its
+    end, and what it returns is returned.
 
     train: called as `train(lam)`, or as `train()` if it takes no argument.
     """

@@ -223,7 +223,8 @@ def test_a_function_that_takes_a_hypergradient_of_its_own_is_taken_too():
     train, queries = problem()
 
     def took(weights):
-        return next(train(weights)).hypergrad(weights, loss=None)
+        training = train(weights)
+        return next(training).hypergrad(weights)
 
     found = Attribution(took, ROWS, queries, dtype=torch.float64).explain()
     assert torch.equal(found.effects, attribution().explain().effects)

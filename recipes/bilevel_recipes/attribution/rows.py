@@ -61,7 +61,7 @@ def read_both(
     if not labelled:
         first = sources[0].table[column].dropna().iloc[0]
         sources[1].table = sources[1].table.assign(**{str(column): first})
-    _refuse_columns(*(s.table for s in sources), column)
+    _refuse_columns(sources[0].table, sources[1].table, column)
     count = len(sources[0].table)
     given, how = _joined(sources, column)
     marks = _marks(pd.concat([s.table[column] for s in sources]))
