@@ -44,6 +44,8 @@ def pieces(s: Setting, root: Path | None, folder: Path) -> Iterator[Piece]:
         for leave_out in (*s.shares, 1) if order == 0 else s.shares:
             yield f"{s.name}_ours_{leave_out:g}_{order}", lambda out=leave_out, order=order: ours(p(), out, order)
     yield f"{s.name}_peers", lambda: peers(p())
+    if s.model == "GPT":
+        yield f"{s.name}_tokens", lambda: tokens(p())
     if s.name == "digits-tanh":
         yield f"{s.name}_brittle", lambda: brittle(p(), folder)
         yield f"{s.name}_wrong", lambda: wrong_labels(p())
@@ -71,6 +73,17 @@ def truth(p: Problem, share: float, order: int) -> dict[str, Any]:
 def ours(p: Problem, leave_out: float | int, order: int) -> dict[str, Any]:
     found, seconds = methods.ours(p, leave_out, order)
     return {"effects": found.effects, "losses": found.losses, "weight": found.weight, "seconds": seconds}
+
+
+def tokens(p: Problem) -> dict[str, Any]:
+    """The effect of each letter of each row on the first two queries, and how far their sums are from those of rows."""
+
+    def first(model: Any) -> Tensor:
+        return p.queries(model)[:2]
+
+    by_token = Attribution(p.train(), tuple(p.x.shape), first, 0.1).explain()
+    by_row = Attribution(p.train(), len(p.x), first, 0.1).explain().effects
+    return {"effects": by_token.effects, "error": float((by_token.of_rows - by_row).norm() / by_row.norm())}
 
 
 def peers(p: Problem) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from bilevel_recipes.attribution.trust import rank_correlations
 
 from .attribution import REMOVED, SUBSETS, subsets
 from .attribution_settings import SETTINGS, Setting
+from .attribution_tokens import draw
 
 HEAD = """# Which rows did it? Ours and dattri side by side
 
@@ -218,6 +219,22 @@ def extras(get: Pieces) -> list[str]:
     return out
 
 
+def letters(get: Pieces, out: Path) -> list[str]:
+    found = get("text-gpt_tokens")
+    if not found:
+        return []
+    draw(found, out / "attribution_letters")
+    return [
+        "## Weights of letters",
+        "",
+        "The small GPT, with a weight for each letter of each row, for one query. The sums over the letters are the "
+        f"effects of the rows, to a relative {found['error']:.0e}.",
+        "",
+        "![The query, and the rows that helped and hurt it most, letter by letter](attribution_letters.png)",
+        "",
+    ]
+
+
 def write(folder: Path, out: Path) -> None:
     """Write the page and its plot."""
     get = Pieces(folder)
@@ -227,9 +244,9 @@ def write(folder: Path, out: Path) -> None:
     page += ["## All figures", ""]
     for m in found:
         page += m.table()
-    page += extras(get)
+    page += [*letters(get, out), *extras(get)]
     page += [f"The whole study took {spent / 60:.0f} CPU minutes.", ""]
     scatter(found, out)
     runs.write_page(out / "attribution.md", "\n".join(page))
-    for extra in ("attribution.svg",):
+    for extra in ("attribution.svg", "attribution_letters.svg"):
         (out / extra).unlink(missing_ok=True)

@@ -89,11 +89,12 @@ class Problem:
     def start(self) -> State:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
-    def losses(self, model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-        """The loss of each row: for a text, the mean over its characters."""
+    def losses(self, model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor, tokens: bool = False) -> Tensor:
+        """The loss of each row: for a text, the mean over its characters, or with `tokens` that of each."""
         out = model(x)
         each = cross_entropy(out.flatten(0, -2), y.flatten(), reduction="none")
-        return each.view(y.shape).flatten(1).mean(1) if y.ndim > 1 else each
+        each = each.view(y.shape)
+        return each if tokens or y.ndim == 1 else each.mean(1)
 
     def queries(self, model: Any) -> Tensor:
         return self.losses(model, self.xq, self.yq)
@@ -109,7 +110,7 @@ class Problem:
         """The training as a user of the library would write it, for `Attribution`."""
 
         def h(model: nn.Module, i: Tensor, weights: Tensor) -> Tensor:
-            return (weights[i] * self.losses(model, self.x[i], self.y[i])).mean()
+            return (weights[i] * self.losses(model, self.x[i], self.y[i], weights.ndim > 1)).mean()
 
         def train(weights: Tensor) -> Iterator[Any]:
             torch.manual_seed(order)
@@ -216,12 +217,17 @@ def _data(s: Setting, queries: int, root: Path | None) -> Any:
     return tuple((x[a:b], y[a:b]) for a, b in ((0, n), ends, (ends[1], ends[1] + 1000)))
 
 
-def _text(rows: int, queries: int, length: int = 32) -> Any:
-    """Chunks of the texts that come with Python: the help on its topics, in the order of the file."""
+def text_and_letters(rows: int, length: int = 32) -> tuple[str, list[str]]:
+    """The help on Python's topics, which comes with Python, in the order of its file; and the letters that occur."""
     text = importlib.resources.files("pydoc_data").joinpath("topics.py").read_text(encoding="utf-8")
-    text = text.encode().decode("unicode_escape", "ignore")[2000:]
-    letters = sorted(set(text[: 40 * length * rows]))
-    codes = torch.tensor([letters.index(c) for c in text[: 40 * length * rows]])
+    text = text.encode().decode("unicode_escape", "ignore")[2000:][: 40 * length * rows]
+    return text, sorted(set(text))
+
+
+def _text(rows: int, queries: int, length: int = 32) -> Any:
+    """Chunks of a text. Each row is a chunk, and its labels are the same chunk one letter later."""
+    text, letters = text_and_letters(rows, length)
+    codes = torch.tensor([letters.index(c) for c in text])
     chunks = codes[: len(codes) // (length + 1) * (length + 1)].view(-1, length + 1)
     order = torch.randperm(len(chunks), generator=torch.Generator().manual_seed(0))
     part = [chunks[order[a:b]] for a, b in ((0, rows), (rows, rows + queries), (rows + queries, rows + queries + 200))]

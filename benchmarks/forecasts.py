@@ -21,12 +21,11 @@ from bilevel_plugin import Forecast
 
 HEAD = """# How far hypergradients can be followed
 
-Made by `make forecasts`. [What a forecast is](../worth-following.md). The problems train on handwritten digits,
-unless they say otherwise. In each, the outer variable λ moves along −gradient by a part of its own size. A cell has
-the change of the outer loss that happened, over the change that the gradient promised: 1 is perfect, and what is
-not between 0.8 and 1.2 is **bold**. The radius is the size up to which all are. With five fresh seeds (other rows,
-initial weights and batches), the last column says how often the promise held at this radius, for their own
-gradients.
+Made by `make forecasts`. [What a forecast is](../worth-following.md). All problems train on handwritten digits. In
+each, the outer variable λ moves along −gradient by a part of its own size. A cell has the change of the outer loss
+that happened, over the change that the gradient promised: 1 is perfect, and what is not between 0.8 and 1.2 is
+**bold**. The radius is the size up to which all are. With five fresh seeds (other rows, initial weights and
+batches), the last column says how often the promise held at this radius, for their own gradients.
 """
 FRESH = 5
 Problem = tuple[Callable[[Any], Iterator[Any]], Any]
@@ -194,6 +193,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(HEAD)
     sizes = (0.01, 0.03, 0.1, 0.3, 1.0)
+    print("<!-- --8<-- [start:table] -->\n")
     print("| outer variable | metasmoothness | " + " | ".join(f"{s:.0%}" for s in sizes) + " | radius | fresh seeds |")
     print("| --- " + "| ---: " * (len(sizes) + 3) + "|")
     for name, make in PROBLEMS.items():
@@ -201,6 +201,7 @@ def main() -> None:
         radius = f"{found.radius:.0%}" if found.radius else "none"
         line = [name, f"{found.smoothness:.2f}", *cells(found), radius, held(make, found.radius)]
         print("| " + " | ".join(line) + " |", flush=True)
+    print("\n<!-- --8<-- [end:table] -->")
 
 
 if __name__ == "__main__":
