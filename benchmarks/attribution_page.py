@@ -147,29 +147,29 @@ class _Rows:
 
 def verdict(found: Sequence[Measured]) -> list[str]:
     """The goals, and in how many cells they are met."""
-    ahead = cells = high = smooth = close = repeated = 0
+    ahead = alone = cells = high = smooth = close = repeated = 0
     for m in found:
         mine = [n for n in m.lines if n.startswith("**ours")]
         others = [n for n in m.lines if n != "ceiling" and "ours" not in n]
         for share in m.shares:
-            best = max(m.mean(n, share) for n in mine)
+            one, best = m.mean("**ours**", share), max(m.mean(n, share) for n in mine)
             if others:
-                cells += 1
-                ahead += best > max((m.mean(n, share) for n in others if not math.isnan(m.mean(n, share))), default=-1)
+                rival = max((x for n in others if not math.isnan(x := m.mean(n, share))), default=-1.0)
+                cells, ahead, alone = cells + 1, ahead + (best > rival), alone + (one > rival)
             if not m.s.own_batches and m.smoothness > 0.9:
-                smooth += 1
-                high += m.mean("**ours**", share) >= 0.95
+                smooth, high = smooth + 1, high + (one >= 0.95)
             if m.s.own_batches and m.smoothness > 0.9:
-                repeated += 1
-                close += best >= 0.95 * m.mean("ceiling", share)
+                repeated, close = repeated + 1, close + (best >= 0.95 * m.mean("ceiling", share))
     return [
         "## In short",
         "",
-        f"- Ours has the highest LDS in {ahead} of {cells} cells.",
+        f"- Ours has the highest LDS in {ahead} of {cells} cells; with one training alone, without the mean over orders, "
+        f"in {alone}.",
         f"- Where the batches stay the same and metasmoothness is above 0.9, ours is at least 0.95 in {high} of "
         f"{smooth} cells.",
         f"- Where each subset has batches of its own and metasmoothness is above 0.9, ours is within 5 % of the "
         f"ceiling in {close} of {repeated} cells.",
+        "- Where training is not smooth, no method predicts it well, ours included.",
         "",
     ]
 
@@ -180,12 +180,13 @@ def scatter(found: Sequence[Measured], folder: Path) -> None:
         for own, mark in ((False, "o"), (True, "^")):
             at = [m for m in found if share in m.shares and m.s.own_batches == own and "**ours**" in m.lines]
             ax.scatter(
-                [m.smoothness for m in at], [m.mean("**ours**", share) for m in at], color=colour, marker=mark, s=36,
+                [m.smoothness for m in at],
+                [m.mean("**ours**", share) / m.mean("ceiling", share) for m in at], color=colour, marker=mark, s=36,
                 label=f"{share:.0%} left out, {'own' if own else 'same'} batches" if at else None,
             )  # fmt: skip
     ax.set_xlabel("metasmoothness of the training")
-    ax.set_ylabel("LDS of one training")
-    ax.set_ylim(0, 1.03)
+    ax.set_ylabel("LDS of one training, as a part of the ceiling")
+    ax.set_ylim(0, 1.05)
     ax.legend(fontsize=8, loc="lower right")
     plots.save(figure, folder / "attribution")
 
@@ -240,7 +241,12 @@ def write(folder: Path, out: Path) -> None:
     get = Pieces(folder)
     found = [m for s in SETTINGS if get(f"{s.name}_about") and (m := Measured(s, get)).shares]
     spent = sum(float(runs.load(f)["cpu"]) for f in sorted(folder.glob("*.pt")))  # pyright: ignore
-    page = [HEAD.format(subsets=SUBSETS), *verdict(found), "![LDS against metasmoothness](attribution.png)", ""]
+    page = [
+        HEAD.format(subsets=SUBSETS),
+        *verdict(found),
+        "![LDS, as a part of the ceiling, against metasmoothness](attribution.png)",
+        "",
+    ]
     page += ["## All figures", ""]
     for m in found:
         page += m.table()
