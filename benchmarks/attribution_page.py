@@ -163,8 +163,8 @@ def verdict(found: Sequence[Measured]) -> list[str]:
     return [
         "## In short",
         "",
-        f"- Ours has the highest LDS in {ahead} of {cells} cells; with one training alone, without the mean over orders, "
-        f"in {alone}.",
+        f"- Ours has the highest LDS in {ahead} of {cells} cells; with one training alone, without the mean over "
+        f"orders, in {alone}.",
         f"- Where the batches stay the same and metasmoothness is above 0.9, ours is at least 0.95 in {high} of "
         f"{smooth} cells.",
         f"- Where each subset has batches of its own and metasmoothness is above 0.9, ours is within 5 % of the "
