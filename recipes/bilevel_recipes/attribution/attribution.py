@@ -142,7 +142,7 @@ class Attribution:
         )  # fmt: skip
 
     def trust(self, found: Influence, *, subsets: int = 8, seed: int = 0, progress: Progress | None = None) -> Trust:
-        """Train again to see how far the influence can be believed; see `Trust`. It takes subsets + 13 trainings."""
+        """Train again to see how far the influence can be believed; see `Trust`. It takes 10 + subsets trainings."""
         return trust(self, found, subsets=subsets, seed=seed, progress=progress)
 
 

@@ -30,7 +30,7 @@ class Trust:
         forecast: what leaving out the most harmful rows promised for the mean loss of the queries, and what happened.
         agreement: rank correlation between predicted and real losses of each query, over random subsets; the mean over
             queries (the linear datamodelling score, LDS). NaN if there were fewer than three subsets.
-        errors: its standard error over queries.
+        error: its standard error over queries.
         subsets: the number of random subsets.
         left_out: the share of the rows that each left out.
     """
