@@ -22,7 +22,7 @@ from ..autograd.trees import Pairs, State, cut_graph, map_tensors, tensors_of
 from ..autograd.weak import COMPUTED
 from ..guards.evaluation import refuse_hidden_parameter
 from ..guards.held import warn_if_read
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..model.losses import active_models
 from ..model.model import Evaluation, Model
 from .conditions import Conditions
