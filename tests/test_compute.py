@@ -1,4 +1,4 @@
-"""loop.compute: values that the loop computes from its weights between steps, judged by the plain loop's differences."""
+"""loop.compute: values that a loop computes from its weights between steps, judged by differences of the plain loop."""
 
 from __future__ import annotations
 
