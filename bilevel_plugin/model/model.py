@@ -92,6 +92,7 @@ class Seen:
     aux: dict[str, Any] = field(default_factory=dict[str, Any])  # what the losses last returned beside their values
     states: WeakTensors = field(default_factory=WeakTensors)  # weights of steps that the user was given
     derived: WeakTensors = field(default_factory=WeakTensors)  # what depends on the weights, and has no graph
+    small: set[object] = field(default_factory=set[object])  # kinds of pieces that have no large product
     warns: bool = True  # whether a buffer that is changed and read is warned of
 
 

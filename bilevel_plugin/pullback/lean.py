@@ -4,10 +4,14 @@
 states before and after the step (for Adam they can). Where a weight enters ℓ as y = op(x, w), a linear layer or a
 convolution, its gradient is a product of x and ∂ℓ/∂y. It costs as much as in a training step, and its values are not
 needed. So it is not computed: `_WithoutValue` has its graph, ⟨a, ∇_w ℓ⟩ = ⟨op(x, a), ∂ℓ/∂y⟩, and zeros for its values.
+
+Python's part in this takes as long as `LARGE` multiplications, so smaller products are computed. Losses without a
+larger one are differentiated by `plain` from then on, on batches of the same shapes.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -24,12 +28,14 @@ from ..autograd.look import checkpointing
 from ..autograd.trees import State
 from ..kernels.stopping import Differentiation
 from ..kernels.switches import full_precision
+from ..model.losses import code_of
 from ..model.model import Evaluation
 from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
 from . import plain
 from .plain import differentiate
 
+LARGE = 10**7  # multiplications
 Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -38,11 +44,17 @@ def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Seque
     if cotangent.known is None or (piece.row is None and piece.model.tasks.count is not None):
         return plain.pull(piece, z, cotangent, b, wanted)
 
+    small, kind = piece.model.seen.small, kind_of(piece)
+    if kind in small:
+        return plain.pull(piece, z, cotangent, b, wanted)
+
     def run(evaluation: Evaluation) -> PulledPiece:
         with LeanProducts(evaluation.weights.values(), evaluation.taking) as lean:
             weighted, values = piece.losses(evaluation)
         with lean.taking_gradient():
             d = piece.gradient(weighted, evaluation, True)
+        if not lean.without_value:
+            small.add(kind)
         left_out = frozenset(n for n, w in evaluation.weights.items() if id(w) in lean.without_value)
         found = Found([], values, d, evaluation.left())
         del weighted
@@ -51,11 +63,20 @@ def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Seque
     return piece.at(z, run, graph=True, follow=bool(piece.model.seen.moving))
 
 
+def kind_of(piece: Piece) -> object:
+    """Return what pieces with products of the same sizes have in common: losses, and shapes of what they use."""
+    return tuple(code_of(t.loss) for t in piece.terms), tuple(x.shape for _, x, _ in piece.record.seals)
+
+
 class _Op(ABC):
     """An operation y = op(x, w) + b that is linear in x and in w."""
 
     def fits(self, x: Tensor, w: Tensor) -> bool:
         return x.dtype == w.dtype and not x.is_nested
+
+    def multiplications(self, x: Tensor, w: Tensor) -> int:
+        """Return about how many multiplications the gradient for w takes."""
+        return x.numel() // max(1, x.shape[-1]) * w.numel()
 
     @abstractmethod
     def __call__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor: ...
@@ -88,6 +109,11 @@ class _Convolution(_Op):
 
     def fits(self, x: Tensor, w: Tensor) -> bool:
         return super().fits(x, w) and x.dim() == w.dim() and not isinstance(self.padding, str)
+
+    def multiplications(self, x: Tensor, w: Tensor) -> int:
+        n = w.dim() - 2
+        strides = self.stride if isinstance(self.stride, (tuple, list)) else (self.stride,) * n
+        return x.numel() // max(1, x.shape[1]) * w.numel() // math.prod(strides)
 
     def _options(self, w: Tensor) -> tuple[Any, ...]:
         n = w.dim() - 2
@@ -138,7 +164,8 @@ class LeanProducts(TorchFunctionMode):
             if lower is not None:  # the casts of autocast, made here
                 x, low = self._cast(x, lower), self._cast(w, lower)
                 b = b if b is None else self._cast(b, lower)
-            if op.fits(x, low):
+            # under autocast the uses of a weight share its cast, so all of them are taken alike
+            if op.fits(x, low) and (lower is not None or op.multiplications(x, w) >= LARGE):
                 self.without_value.add(id(w))
                 with full_precision():
                     return _Product.apply(self, op, x, low, b)

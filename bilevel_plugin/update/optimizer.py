@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..autograd.trees import State, map_tensors
 from . import formulas  # noqa: F401  # pyright: ignore[reportUnusedImport]  (registers the rules of torch.optim)
+from .affine import matrix_of, pull_affine
 from .operations import is_on
 from .proof import NUMBERED, options_of, prove
 from .registry import Formula, Rule, Tensors, check_returned, rule_of
@@ -244,8 +245,35 @@ class FormulaStep(Update):
                     found[n] = d.detach()
         return found if found.keys() == wanted else None
 
+    def _pull_affine(self, z: State, d: State, a: State) -> tuple[State, State] | None:
+        """Return a·∂Υ/∂z and a·∂Υ/∂d by the coefficients of the rules; None if a rule has none."""
+        held: dict[str, list[str]] = {n: [] for n in d}
+        given: dict[str, list[str]] = {n: [] for n in d}
+        for tensors, names in ((held, z), (given, a)):
+            for key in names:
+                name, at, tensor = key.rpartition("@")
+                if (weight := name if at else key) in tensors:
+                    tensors[weight].append(tensor if at else "")
+        adjoint, u = {n: x for n, x in a.items() if n in z and weight_of(n) not in d}, State()
+        for names, options, rule in self.groups:
+            alike: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+            for n in names:
+                if n in d:
+                    alike.setdefault((tuple(t for t in held[n] if t), tuple(given[n])), []).append(n)
+            for (tensors, _), some in alike.items():
+                if (matrix := matrix_of(rule, options, tensors)) is None:
+                    return None
+                to_z, to_d = pull_affine(some, matrix, a)
+                adjoint.update(to_z)
+                u.update(to_d)
+        return adjoint, u
+
     def pull(self, z: State, d: State, a: State, wanted: Sequence[Tensor], *, end: bool = True) -> PulledUpdate:
         """Pull the adjoint a through Υ, some weights at a time, since the graph takes several times their bytes."""
+        if not self.options and (affine := self._pull_affine(z, d, a)) is not None:
+            adjoint, u = affine
+            with torch.no_grad():
+                return PulledUpdate(self(z, d) if end else {}, adjoint, u, [None] * len(wanted))
         parts = _parts(d) if all(rule.elementwise for *_, rule in self.groups) else [set(d)]
         if len(parts) == 1:
             return super().pull(z, d, a, wanted, end=end)
