@@ -114,7 +114,7 @@ class States:
 
     def backwards(self, steps: Steps, left: int) -> Iterator[Visit]:
         """Visit the steps, last first. Of those whose graph is not stored, only the first `left` are visited."""
-        end = min(left, self.end_of_states)
+        end = min(left, first_graph(self))
         for i in reversed(range(len(self.graphs))):
             k, traced = self.graphs[i]
             if self.saved:  # states will need the room of the graph
@@ -124,10 +124,9 @@ class States:
             del traced
         yield from _Return(self, steps, end).visits()
 
-    @property
-    def end_of_states(self) -> int:
-        """The first step whose graph is stored."""
-        return self.graphs[0][0] if self.graphs else self.count
+    def state(self, steps: Steps, k: int) -> State:
+        """Return the state of step k for the beginning of a sweep, or nothing if it is not stored."""
+        return self.store.fetch(self.saved[k]) if k in self.saved else {}
 
     def plan(self) -> Plan:
         reruns = sum(a.at - a.begin if isinstance(a, Keep) else a.end - a.begin for a in actions(self))
@@ -183,9 +182,14 @@ class Every(States):
 # --- the way back ---
 
 
+def first_graph(states: States) -> int:
+    """Return the first step whose graph is stored."""
+    return states.graphs[0][0] if states.graphs else states.count
+
+
 def actions(states: States, end: int | None = None) -> Iterator[Keep | Sweep]:
     """Yield what a sweep does from this step back to the first that is wanted."""
-    end = states.end_of_states if end is None else end
+    end = first_graph(states) if end is None else end
     for action in schedule(sorted(j for j in states.saved if j < end), end, states.room):
         if end <= states.first:  # all steps that truncate= asks for are done
             return
