@@ -1,9 +1,9 @@
 """What rounding loses, in few bits: the difference between a tensor and a prediction, in units in the last place.
 
-Floating-point numbers of one sign are in the order of their bits, so the bits can be counted from a prediction as
-integers, exactly and whatever the prediction is. If it is right up to rounding, nearly all of these integers are −1, 0
-or 1. They are packed, four or two in a byte; the few that are larger follow, packed more widely; and the bytes go
-through a Huffman code.
+The bits of floating-point numbers of one sign are in the order of their sizes, so the difference of the bits as
+integers is exact whatever the prediction is. If it is right up to rounding, nearly all differences are −1, 0 or 1. They
+are packed, four or two in a byte; the few that are larger follow, packed more widely; and the bytes go through a
+Huffman code.
 """
 
 from __future__ import annotations
@@ -22,22 +22,14 @@ _WIDTHS = (2, 4, 8)  # bits of a packed integer
 _RARE = 32  # a width is used if at most one in so many integers does not fit
 
 
-def order(x: Tensor) -> Tensor:
-    """Return the integers that number the floating-point numbers in their order, for a flat tensor."""
-    bits = x.view(_INTEGERS[x.dtype.itemsize])
-    most = torch.iinfo(bits.dtype).max
-    return bits ^ ((bits >> (8 * x.dtype.itemsize - 1)) & most)
+def as_integers(x: Tensor) -> Tensor:
+    """Return the bits of a flat tensor as integers. For numbers of one sign they are in the order of their sizes."""
+    return x.view(_INTEGERS[x.dtype.itemsize])
 
 
-def from_order(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the floating-point numbers of these integers: the inverse of `order`."""
-    most = torch.iinfo(numbers.dtype).max
-    return (numbers ^ ((numbers >> (8 * dtype.itemsize - 1)) & most)).view(dtype)
-
-
-def checksum(numbers: Tensor) -> int:
+def checksum(bits: Tensor) -> int:
     """Return a checksum of integers, which does not depend on their order."""
-    return int((numbers * numbers + numbers).sum(dtype=torch.int64))
+    return int((bits * bits + bits).sum(dtype=torch.int64))
 
 
 def encode(numbers: Tensor) -> bytes:
@@ -55,7 +47,9 @@ def encode(numbers: Tensor) -> bytes:
         if not count:
             return bytes(found)
         numbers, near = numbers[large], near[large]
-    _add(found, 0, _bytes(numbers), zlib.Z_DEFAULT_STRATEGY)
+    size = 8 * numbers.itemsize - 1
+    even = (numbers << 1) ^ (numbers >> size)  # the sign is the last bit, so the first bytes are zeros, mostly
+    _add(found, 0, _bytes(even.view(torch.uint8).view(-1, numbers.itemsize).T), zlib.Z_DEFAULT_STRATEGY)
     return bytes(found)
 
 
@@ -65,7 +59,8 @@ def decode(data: bytes | memoryview, count: int, dtype: torch.dtype) -> Tensor:
     numbers = torch.empty(0, dtype=dtype)
     for width, part in _parts(data):
         if not width:
-            numbers = _tensor(part).view(dtype)
+            even = _tensor(part).view(dtype.itemsize, -1).T.contiguous().view(-1).view(dtype)
+            numbers = ((even >> 1) & torch.iinfo(dtype).max) ^ -(even & 1)
             break
         fields = _unpack(_tensor(part), width)[:count]
         large = fields == 0

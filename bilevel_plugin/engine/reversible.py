@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,22 +22,21 @@ from ..autograd.graph import State, as_leaves
 from ..model.model import Binding
 from ..step.record import RecordedStep
 from ..step.step import Moved, Step, is_same
-from ..update.inverse import INVERSES, Inverse, numbers, wide
+from ..update.inverse import INVERSES
 from ..update.update import Update
-from .residuals import Log, checksum, decode, encode, from_order, from_raw, order, raw
+from .layout import dense_strides
+from .predictions import Block, blocks, predictions
+from .residuals import Log, as_integers, checksum, decode, encode, from_raw, raw
 from .schedule import Plan
 from .states import States, Steps, Visit
 from .store import Store
 
-_TOGETHER = 2**22  # the numbers that are predicted and coded together
-
 
 class _Contents(NamedTuple):
-    """What the state before a step consists of. What is in none of the last three is as it is after the step."""
+    """What the state before a step consists of. What is in neither of the others is as it is after the step."""
 
     names: tuple[str, ...]
-    weights: tuple[str, ...]  # predicted without the direction
-    tensors: tuple[str, ...]  # predicted with it
+    predicted: tuple[str, ...]
     stored: tuple[tuple[str, torch.Size, torch.dtype, torch.device], ...]  # as they are
 
 
@@ -83,25 +81,25 @@ class Reversible(States):
 
     def _record(self, step: RecordedStep, z: State, to: State, heard: _Listening) -> _Entry:
         """Store what it takes to get from the state after the step to z."""
-        found, known = _Inverted(heard.base, to), set(heard.direction)
-        weights = tuple(n for n in z if n in known)
-        tensors = tuple(n for n in z if n in to and n.rpartition("@")[0] in known)
-        rest = [n for n in z if n not in known and n not in tensors]
+        parts = blocks(heard.base, to, [n for n in z if n in heard.direction], z)
+        predicted = {key for part in parts for n, *_ in part.pieces for key in (n, *part.names(n))}
+        rest = [n for n in z if n not in predicted]
         changed = [n for n in rest if n not in to or not (z[n] is to[n] or is_same(z[n], to[n]))]
         contents = _Contents(
-            tuple(z), weights, tensors, tuple((n, z[n].shape, z[n].dtype, z[n].device) for n in changed)
+            tuple(z),
+            tuple(n for n in z if n in predicted),
+            tuple((n, z[n].shape, z[n].dtype, z[n].device) for n in changed),
         )
-        last = self._entries.get(self.count - 1)
         begin, sizes, checksums = self._log.size, list[int](), list[int]()
         with torch.no_grad():
-            for names, predicted in found.before(weights, tensors, lambda: (z, heard.direction)):
-                whole = order(_flat(z[n] for n in names))
-                off = _part(whole - order(predicted), step.step.binding)
-                sizes.append(self._log.append(encode(off)))
-                checksums.append(checksum(whole))
+            for part, key, prediction in predictions(parts, to, lambda: (z, heard.direction)):
+                bits = as_integers(part.flat(z, key))
+                sizes.append(self._log.append(encode(_part(bits - as_integers(prediction), step.step.binding))))
+                checksums.append(checksum(bits))
         sizes += [self._log.append(raw(z[n])) for n in changed]
-        same = last is not None and last.contents == contents
-        return _Entry(begin, last.contents if last and same else contents, tuple(sizes), tuple(checksums))
+        last = self._entries.get(self.count - 1)
+        contents = last.contents if last is not None and last.contents == contents else contents
+        return _Entry(begin, contents, tuple(sizes), tuple(checksums))
 
     def forget_before(self, first: int) -> int:
         self.first = first
@@ -133,32 +131,28 @@ class Reversible(States):
         if k == 0:
             return self.start
         entry, binding = self._entries[k], step.step.binding
-        parts = self._parts_of(entry)
-        what, z = entry.contents, {n: after[n] for n in entry.contents.names if n in after}
-        coded = [next(parts) for _ in entry.checksums]
-        for (n, shape, dtype, device), data in zip(what.stored, parts, strict=True):
-            z[n] = from_raw(data, torch.empty(shape, dtype=dtype, device=device))
-        direction: State = {}
+        what, coded = entry.contents, self._parts_of(entry)
+        z = {n: after[n] if n not in what.predicted else _like(after[n]) for n in what.names if n in after}
+        data = [next(coded) for _ in entry.checksums]
+        for (n, shape, dtype, device), part in zip(what.stored, coded, strict=True):
+            z[n] = from_raw(part, torch.empty(shape, dtype=dtype, device=device))
 
         def at() -> tuple[State, State]:
-            nonlocal z
-            z = as_leaves({n: x for n, x in z.items() if n not in what.tensors})
             with _asking(step.step) as heard:
-                step.replay(z)
-            direction.update(heard.direction)
-            return z, direction
+                step.replay(as_leaves({n: z[n] for n in what.names if n not in states}))
+            return z, heard.direction
 
-        found = _Inverted(_base(step.step.update), after)
+        parts = blocks(_base(step.step.update), after, [n for n in what.names if n in what.predicted], z)
+        states = {key for part in parts for n, *_ in part.pieces for key in part.names(n)}
         with torch.no_grad():
-            for (names, predicted), data, total in zip(
-                found.before(what.weights, what.tensors, at), coded, entry.checksums, strict=True
-            ):
-                before = order(predicted)
-                off = decode(data, len(_part(before, binding)), before.dtype).to(before.device)
-                before += off if not binding.shards else binding.join_parts(off)[: len(before)]
-                if checksum(before) != total:
-                    raise self._differs(step, names)
-                z.update(_like(from_order(before, predicted.dtype), {n: after[n] for n in names}))
+            found = predictions(parts, after, at)
+            for (part, key, prediction), code, total in zip(found, data, entry.checksums, strict=True):
+                bits = as_integers(prediction)
+                off = decode(code, len(_part(bits, binding)), bits.dtype).to(bits.device)
+                bits = bits + (binding.join_parts(off)[: len(bits)] if binding.shards else off)
+                if checksum(bits) != total:
+                    raise self._differs(step, part)
+                part.write(z, key, bits.view(prediction.dtype))
         return as_leaves({n: z[n] for n in what.names})
 
     def _parts_of(self, entry: _Entry) -> Iterator[bytes]:
@@ -167,15 +161,15 @@ class Reversible(States):
             yield self._log.read(begin, begin + size)
             begin += size
 
-    def _differs(self, step: RecordedStep, names: list[str]) -> RuntimeError:
+    def _differs(self, step: RecordedStep, part: Block) -> RuntimeError:
         threads = torch.get_num_threads()
         how = f" (with {threads} threads, and {self._threads} then)" if threads != self._threads else ""
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        more = f" and {len(part.pieces) - 1} more" if len(part.pieces) > 1 else ""
         return RuntimeError(
             f"bilevel.Reverse: {step.where} can't be run backwards: the state before it does not come out bit for bit "
-            f"({names[0]!r}{more}), since its gradient, computed again{how}, has other bits than at first. Kernels "
-            "that add in any order do that; torch.use_deterministic_algorithms(True) replaces them. Or store states: "
-            "checkpoint='sqrt'."
+            f"({part.pieces[0].name!r}{more}), since the gradient, computed again{how}, has other bits than at first. "
+            "Kernels that add in any order do that; torch.use_deterministic_algorithms(True) replaces them. Or store "
+            "states: checkpoint='sqrt'."
         )
 
     def plan(self) -> Plan:
@@ -184,75 +178,8 @@ class Reversible(States):
         return super().plan()._replace(states=min(1, steps), reruns=again, differences=self._log.nbytes)
 
 
-# --- predictions ---
-
-
-class _Inverted:
-    """The predictions of the state before a step, from the state `after` it."""
-
-    def __init__(self, update: Update, after: State) -> None:
-        self._after = after
-        self._held: dict[str, State] = defaultdict(dict)
-        for key, x in after.items():
-            name, at, tensor = key.rpartition("@")
-            if at:
-                self._held[name][tensor] = x
-        self._rules: dict[str, tuple[Inverse, dict[str, Any]]] = {}
-        for names, options, rule in getattr(update, "groups", ()):
-            plain = numbers(options)
-            for n in names:
-                count = cast("Any", update).counts.get(n, 0) + 1
-                self._rules[n] = INVERSES[rule.formula], {**plain, "count": count}
-
-    def before(self, weights: Iterable[str], tensors: tuple[str, ...], at: Any) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield names and their predictions in one row: first weights, then tensors at the (z, d) that `at` returns."""
-        for names in _together(weights, self._after):
-            yield names, _flat(self._weight(n).to(self._after[n].dtype) for n in names)
-        if not tensors:
-            return
-        z, d = at()
-        found: dict[str, Tensor] = {}
-        for names in _together(tensors, self._after):
-            for n in dict.fromkeys(key.rpartition("@")[0] for key in names):
-                inverse, options = self._rules[n]
-                state = inverse.state(self._wide(n), wide(z[n].detach()), wide(d[n]), options)
-                found.update({f"{n}@{key}": x for key, x in state.items()})
-            yield names, _flat(found[key].to(self._after[key].dtype) for key in names)
-            found.clear()
-
-    def _wide(self, name: str) -> State:
-        return {key: wide(x.detach()) for key, x in self._held[name].items()}
-
-    def _weight(self, name: str) -> Tensor:
-        inverse, options = self._rules[name]
-        return inverse.weight(wide(self._after[name].detach()), self._wide(name), options)
-
-
-def _together(names: Iterable[str], like: State) -> list[list[str]]:
-    """Divide names into lists of about `_TOGETHER` numbers of one role, one dtype and one device."""
-    found: dict[tuple[object, ...], list[list[str]]] = {}
-    sizes: dict[tuple[object, ...], int] = {}
-    for n in names:
-        role = n.rpartition("@")[2] if "@" in n else "", like[n].dtype, like[n].device
-        if role not in found or sizes[role] + like[n].numel() > _TOGETHER:
-            found.setdefault(role, []).append([])
-            sizes[role] = 0
-        found[role][-1].append(n)
-        sizes[role] += like[n].numel()
-    return [part for parts in found.values() for part in parts]
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([x.detach().flatten() for x in tensors])
-
-
-def _like(flat: Tensor, others: State) -> State:
-    """Return the tensors whose numbers are in one row, each with the shape and the strides of another one."""
-    parts = flat.split([x.numel() for x in others.values()])
-    views = {n: part.view(x.shape) for part, (n, x) in zip(parts, others.items(), strict=True)}
-    return {
-        n: x if x.stride() == others[n].stride() else torch.empty_like(others[n]).copy_(x) for n, x in views.items()
-    }
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, dense_strides(x), dtype=x.dtype, device=x.device)
 
 
 def _part(whole: Tensor, binding: Binding) -> Tensor:

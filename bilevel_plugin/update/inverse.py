@@ -8,6 +8,8 @@ the mean direction stands in for it, and the prediction is off by some part of a
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,15 +94,15 @@ def _adam_state(new: Tensors, w: Tensor, d: Tensor, options: Mapping[str, Any]) 
 def _nadam_weight(w: Tensor, new: Tensors, options: Mapping[str, Any]) -> Tensor:
     (first, second), count = options["betas"], options["count"]
     mu, following = (first * (1 - 0.5 * 0.96 ** (t * options["momentum_decay"])) for t in (count, count + 1))
-    product = new["mu_product"].double()
+    product = _product_of_nadam(first, options["momentum_decay"], count)
     share = (1 - mu) / (1 - product) + following / (1 - product * following)
     root = (new["exp_avg_sq"] / (1 - second**count)).sqrt() + options["eps"]
-    return _undecayed(new["exp_avg"] / root * (share * options["lr"]).to(w.dtype) + w, options)
+    return _undecayed(new["exp_avg"] / root * (share * options["lr"]) + w, options)
 
 
-def _nadam_state(new: Tensors, w: Tensor, d: Tensor, options: Mapping[str, Any]) -> Tensors:
-    mu = options["betas"][0] * (1 - 0.5 * 0.96 ** (options["count"] * options["momentum_decay"]))
-    return {**_adam_state(new, w, d, options), "mu_product": new["mu_product"] / mu}
+@functools.lru_cache(2**10)
+def _product_of_nadam(first: float, decay: float, count: int) -> float:
+    return math.prod(first * (1 - 0.5 * 0.96 ** (t * decay)) for t in range(1, min(count, 1000) + 1))
 
 
 def _radam_weight(w: Tensor, new: Tensors, options: Mapping[str, Any]) -> Tensor:
@@ -129,7 +131,7 @@ def _rmsprop_state(new: Tensors, w: Tensor, d: Tensor, options: Mapping[str, Any
 INVERSES: dict[Formula, Inverse] = {
     sgd: Inverse(_sgd_weight, _sgd_state, _no_momentum),
     adam: Inverse(_adam_weight, _adam_state),
-    nadam: Inverse(_nadam_weight, _nadam_state),
+    nadam: Inverse(_nadam_weight, _adam_state),
     radam: Inverse(_radam_weight, _adam_state),
     rmsprop: Inverse(_sgd_weight, _rmsprop_state, _no_momentum),
 }

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.engine.residuals import Log, decode, encode, from_order, order
-from bilevel_plugin.engine.store import Store
 
 SGD, Adam, AdamW, NAdam, RAdam, RMSprop = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop
@@ -41,11 +36,10 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    model = nn.Sequential(
+    return nn.Sequential(
         nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.2), nn.Flatten(),
         nn.Linear(12, 3),
     )  # fmt: skip
-    return model
 
 
 def solve(
