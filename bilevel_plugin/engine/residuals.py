@@ -29,28 +29,35 @@ def as_integers(x: Tensor) -> Tensor:
 
 def checksum(bits: Tensor) -> int:
     """Return a checksum of integers, which does not depend on their order."""
-    return int((bits * bits + bits).sum(dtype=torch.int64))
+    return int((bits * bits).sum(dtype=torch.int64))
 
 
 def encode(numbers: Tensor) -> bytes:
     """Return signed integers in few bytes, if most of them are small."""
     found = bytearray()
-    near = numbers.clamp(-127, 127).to(torch.int8)
-    for width in _WIDTHS:
-        half = 2 ** (width - 1)
-        large = near.abs() > min(half - 1, 126)
-        count = int(large.sum())
-        if width < 8 and count * _RARE > len(numbers):
-            continue
-        fields = near.masked_fill(large, -half).view(torch.uint8).add_(half)  # 0 stands for a large one
+    for width in _WIDTHS[_WIDTHS.index(_width(numbers)) :]:
+        fields = _fields(numbers, width)
         _add(found, width, _bytes(_pack(fields, width)), zlib.Z_HUFFMAN_ONLY)
-        if not count:
+        numbers = numbers[fields == 0]
+        if not len(numbers):
             return bytes(found)
-        numbers, near = numbers[large], near[large]
     size = 8 * numbers.itemsize - 1
     even = (numbers << 1) ^ (numbers >> size)  # the sign is the last bit, so the first bytes are zeros, mostly
     _add(found, 0, _bytes(even.view(torch.uint8).view(-1, numbers.itemsize).T), zlib.Z_DEFAULT_STRATEGY)
     return bytes(found)
+
+
+def _fields(numbers: Tensor, width: int) -> Tensor:
+    """Return the numbers from 1 on, in so many bits; 0 stands for one that does not fit."""
+    half = 2 ** (width - 1)
+    fields = numbers.clamp(-128, 127).to(torch.int8).view(torch.uint8) + half
+    return fields.masked_fill_(fields > min(2 * half - 1, 254), 0)
+
+
+def _width(numbers: Tensor) -> int:
+    """Return the first width that nearly all of some of the integers fit in."""
+    some = numbers[: 2**12]
+    return next((w for w in _WIDTHS if int((_fields(some, w) == 0).sum()) * _RARE <= len(some)), _WIDTHS[-1])
 
 
 def decode(data: bytes | memoryview, count: int, dtype: torch.dtype) -> Tensor:
