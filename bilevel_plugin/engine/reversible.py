@@ -132,7 +132,7 @@ class Reversible(States):
             return self.start
         entry, binding = self._entries[k], step.step.binding
         what, coded = entry.contents, self._parts_of(entry)
-        z = {n: after[n] if n not in what.predicted else _like(after[n]) for n in what.names if n in after}
+        z = {n: after[n] if n not in what.predicted else _like(n, after) for n in what.names if n in after}
         data = [next(coded) for _ in entry.checksums]
         for (n, shape, dtype, device), part in zip(what.stored, coded, strict=True):
             z[n] = from_raw(part, torch.empty(shape, dtype=dtype, device=device))
@@ -153,6 +153,9 @@ class Reversible(States):
                 if checksum(bits) != total:
                     raise self._differs(step, part)
                 part.write(z, key, bits.view(prediction.dtype))
+        for n in what.predicted:  # momentum may have other strides than its weight
+            if z[n].stride() != (strides := dense_strides(after[n])):
+                z[n] = torch.empty_strided(z[n].shape, strides, dtype=z[n].dtype, device=z[n].device).copy_(z[n])
         return as_leaves({n: z[n] for n in what.names})
 
     def _parts_of(self, entry: _Entry) -> Iterator[bytes]:
@@ -178,8 +181,10 @@ class Reversible(States):
         return super().plan()._replace(states=min(1, steps), reruns=again, differences=self._log.nbytes)
 
 
-def _like(x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, dense_strides(x), dtype=x.dtype, device=x.device)
+def _like(name: str, after: State) -> Tensor:
+    """Return a tensor to be written to, with the strides of the weight that it belongs to."""
+    x, w = after[name], after[name.rpartition("@")[0] or name]
+    return torch.empty_strided(x.shape, dense_strides(w), dtype=x.dtype, device=x.device)
 
 
 def _part(whole: Tensor, binding: Binding) -> Tensor:

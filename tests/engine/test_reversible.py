@@ -319,3 +319,67 @@ def test_the_log_is_read_from_any_place(folder: bool, tmp_path: Path) -> None:
     log.forget_before(places[3])
     assert log.nbytes == before - places[3]
     assert log.read(places[3], places[4]) == data[3]
+
+
+def both(take: Any, make: Any = None, optimizer: Any = None, **options: Any) -> None:
+    """`take` runs a loop on a batch; its hypergradient is the same from all states and from the last."""
+    found: list[Tensor] = []
+    for engine in (bilevel.Reverse("reversible"), bilevel.Reverse()):
+        model, lam, h, g, batch = problem()
+        model = make(model) if make else model
+        with bilevel.inner(
+            model, h, g, solver="gd", optimizer=(optimizer or OPTIMIZERS["adamw"])(model.parameters()), engine=engine,
+            check=False, **options,
+        ) as loop:  # fmt: skip
+            found.append(take(loop, lam, *batch))
+    assert torch.equal(*found)
+
+
+def test_a_step_that_failed_leaves_nothing_behind() -> None:
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        for k in range(6):
+            if k in (0, 3):
+                with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                    loop.step(x[:, :2], y)
+            loop.step(x.roll(k, 0), y)
+        return loop.hypergrad(lam, outer=(x, y))
+
+    both(take)
+
+
+def test_tasks() -> None:
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        x, y = torch.stack([x, x.flip(0)]), torch.stack([y, y.flip(0)])
+        loop.run(6, x, y, outer=(x, y))
+        return loop.hypergrad(lam)
+
+    both(take, tasks=2)
+
+
+def test_parts_of_a_batch_and_batches_that_are_fetched() -> None:
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        h = lambda model, x, y: F.cross_entropy(model(x), y) * lam.sigmoid().mean()
+        for _ in range(5):
+            loop.step(x, y, h=h, micro=3, outer=(x, y))
+            loop.step(fetch=lambda: (x, y))
+        return loop.hypergrad(lam)
+
+    both(take)
+
+
+def test_several_optimizers_and_a_layout_of_ones_own() -> None:
+    def make(model: nn.Module) -> nn.Module:
+        return nn.Sequential(
+            nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 4, 2).to(memory_format=torch.channels_last),
+            nn.Conv2d(4, 3, (1, 1)).to(memory_format=torch.channels_last), nn.Flatten(),
+        )  # fmt: skip
+
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        loop.run(6, x, y, outer=(x, y))
+        return loop.hypergrad(lam)
+
+    def two(p: Any) -> list[torch.optim.Optimizer]:
+        first, *rest = p
+        return [SGD([first], 0.1, momentum=0.8), AdamW(rest, 0.01)]
+
+    both(take, make, two)
