@@ -18,8 +18,8 @@ from .base import End, Engine, OuterLoss, Tape, refuse_create_graph
 from .budget import Budgeted, InFolder, parse
 from .journal import Journal, Position, about
 from .reversible import Reversible
-from .schedule import Plan
-from .states import Every, Sqrt, States
+from .schedule import Plan, states_for_sqrt
+from .states import Every, States
 from .store import Store
 
 Losses = Mapping[int, Sequence[OuterLoss]]
@@ -158,7 +158,7 @@ class Reverse(Engine):
             kind = InFolder if self.has_folder else Budgeted
             return kind(store, self.memory, pull, graphs=self.keeps_graphs)
         if isinstance(self.checkpoint, str):
-            return Sqrt(store) if self.checkpoint == "sqrt" else Reversible(store)
+            return States(store, bound=states_for_sqrt) if self.checkpoint == "sqrt" else Reversible(store)
         if self.checkpoint == 1 and self.truncate is None and not self.has_folder:
             return Every(store)
         return States(store, self.checkpoint)

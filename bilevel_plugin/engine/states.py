@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..autograd.graph import State, Traced, as_leaves
@@ -16,7 +16,7 @@ from ..step.record import RecordedStep
 from ..step.step import Moved
 from ..update.update import SUM
 from .layout import Shards
-from .schedule import Folder, Keep, Plan, Sweep, gaps_between, least_missed, schedule, states_for_sqrt
+from .schedule import Folder, Keep, Plan, Sweep, gaps_between, least_missed, schedule
 from .store import Kept, Store
 
 Steps = Mapping[int, RecordedStep]
@@ -31,13 +31,13 @@ class Visit(NamedTuple):
 
 
 class States:
-    """The states of every step, or of each `every`-th."""
+    """The states of every step, or of each `every`-th; at most bound(K) of them, after K steps."""
 
     takes_graph = False  # whether the next step is to keep its graph
     at_once = 1  # the number of graphs to have room for in the sweep
 
-    def __init__(self, store: Store, every: int = 1) -> None:
-        self.store, self.every = store, every
+    def __init__(self, store: Store, every: int = 1, bound: Callable[[int], int] | None = None) -> None:
+        self.store, self._every, self._bound = store, every, bound
         self.start: State = {}  # what the loop starts from; it is never written to, so it needs no copy
         self.saved: dict[int, Kept] = {}
         self.graphs: deque[tuple[int, Traced]] = deque()  # the graphs of the last steps, if steps keep them
@@ -64,7 +64,7 @@ class States:
 
     def admit(self, k: int, step: RecordedStep, z: State) -> None:
         """Store the state of the last step k. If there is no room, drop the state whose loss costs least."""
-        if k % self.every and self.saved:
+        if k % self._every and self.saved:
             return
         most, saved = self.most(k + 1), sorted(self.saved)
         if most is not None:
@@ -103,7 +103,7 @@ class States:
 
     def most(self, steps: int) -> int | None:
         """Return how many states may be held in a loop of so many steps, or None if there is no bound."""
-        return None
+        return None if self._bound is None else self._bound(steps)
 
     def room(self, steps: int, held: int) -> tuple[int, int]:
         """Return how many graphs to make at once, and how many more states fit, to go back over so many steps."""
@@ -135,13 +135,6 @@ class States:
             return plan
         folder = Folder(file.folder, file.states, file.nbytes, file.seconds / max(1, file.written))
         return plan._replace(folder=folder, seconds=self._seconds / max(1, self.count))
-
-
-class Sqrt(States):
-    """1.6·√K states, with which each step runs once more on average."""
-
-    def most(self, steps: int) -> int | None:
-        return states_for_sqrt(steps)
 
 
 class Every(States):
