@@ -132,7 +132,8 @@ class Reversible(States):
             return self.start
         entry, binding = self._entries[k], step.step.binding
         what, coded = entry.contents, self._parts_of(entry)
-        z = {n: after[n] if n not in what.predicted else _like(n, after) for n in what.names if n in after}
+        predicted = set(what.predicted)
+        z = {n: after[n] if n not in predicted else _like(n, after) for n in what.names if n in after}
         data = [next(coded) for _ in entry.checksums]
         for (n, shape, dtype, device), part in zip(what.stored, coded, strict=True):
             z[n] = from_raw(part, torch.empty(shape, dtype=dtype, device=device))
@@ -142,7 +143,7 @@ class Reversible(States):
                 step.replay(as_leaves({n: z[n] for n in what.names if n not in states}))
             return z, heard.direction
 
-        parts = blocks(_base(step.step.update), after, [n for n in what.names if n in what.predicted], z)
+        parts = blocks(_base(step.step.update), after, predicted, z)
         states = {key for part in parts for n, *_ in part.pieces for key in part.names(n)}
         with torch.no_grad():
             found = predictions(parts, after, at)
