@@ -177,6 +177,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="K, in place of that of each case")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    solve(CASES[0], "SGD, 0.9", bilevel.Reverse("reversible"), 3)  # what torch loads when it is first needed
     print(HEAD)
     print("| model | weights | optimizer | K | bits | state | memory / sqrt | time / sqrt | time / every | equal |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
