@@ -23,8 +23,9 @@ from ..update.update import Update
 from .base import Engine, OuterLoss, Tape, refuse_create_graph
 from .budget import Budgeted, InFolder, parse
 from .journal import Journal, Position, about
-from .schedule import Plan
-from .states import Sqrt, States
+from .reversible import Reversible
+from .schedule import Plan, states_for_sqrt
+from .states import States
 from .store import Store
 
 if TYPE_CHECKING:
@@ -51,8 +52,10 @@ class Reverse(Engine):
     what was chosen.
 
     `checkpoint=c` stores every c-th iterate and runs the steps between them once more. "sqrt" holds 1.6·√K iterates at
-    any time, and runs each step once more on average. `truncate=m` goes back over the last m steps only, which gives a
-    biased gradient for the memory and time of m steps (Shaban et al. 2019).
+    any time, and runs each step once more on average. "reversible" holds the last iterate and runs the training
+    backwards from it, bit for bit. Of each step it keeps what rounding loses, about two bits a weight, and computes the
+    gradient once more. That takes an optimizer with momentum. `truncate=m` goes back over the last m steps only, which
+    gives a biased gradient for the memory and time of m steps (Shaban et al. 2019).
 
     `store` is where iterates are kept: on the "device"; on the "host" (pinned memory, copied without waiting), if the
     model is on an accelerator; or in a folder (a path with a separator, or a `pathlib.Path`), in a file that disappears
@@ -91,7 +94,7 @@ class Reverse(Engine):
         tensor(0.2500)
     """
 
-    checkpoint: int | Literal["sqrt"] = 1
+    checkpoint: int | Literal["sqrt", "reversible"] = 1
     truncate: int | None = None
     memory: int | str | None = None
     store: str | os.PathLike[str] = "device"
@@ -108,9 +111,16 @@ class Reverse(Engine):
                     "bilevel.Reverse: blocks= runs parts of a step one by one, and compile= the step as a whole. Leave "
                     "out one of them."
                 )
-        wrong = self.checkpoint != "sqrt" if isinstance(self.checkpoint, str) else self.checkpoint < 1
-        if wrong:
-            raise ValueError(f"bilevel.Reverse: checkpoint must be 'sqrt' or at least 1, got {self.checkpoint!r}.")
+        named = self.checkpoint in ("sqrt", "reversible")
+        if not named and (isinstance(self.checkpoint, str) or self.checkpoint < 1):
+            raise ValueError(
+                f"bilevel.Reverse: checkpoint must be 'sqrt', 'reversible' or at least 1, got {self.checkpoint!r}."
+            )
+        if self.checkpoint == "reversible" and self.compile:
+            raise ValueError(
+                "bilevel.Reverse: checkpoint='reversible' needs the gradient of a step by itself, and compile= runs "
+                "the step as a whole. Leave out one of them."
+            )
         if self.truncate is not None and self.truncate < 1:
             raise ValueError(f"bilevel.Reverse: truncate must be at least 1, got {self.truncate}.")
         if isinstance(self.store, str) and self.store not in ("device", "host") and not _is_path(self.store):
@@ -157,7 +167,9 @@ class Reverse(Engine):
         if self.memory is not None:
             kind = InFolder if self.has_folder else Budgeted
             return kind(store, self.memory, pull, graphs=self.keeps_graphs)
-        return Sqrt(store) if self.checkpoint == "sqrt" else States(store, self.checkpoint)
+        if isinstance(self.checkpoint, str):
+            return States(store, bound=states_for_sqrt) if self.checkpoint == "sqrt" else Reversible(store)
+        return States(store, self.checkpoint)
 
 
 class _ReverseTape(Tape):
@@ -200,9 +212,10 @@ class _ReverseTape(Tape):
         return means
 
     def close(self, step: Step, z: State, update: Update) -> State:
-        graph, k = self.states.takes_graph, self.states.count
+        graph, k, open = self.states.takes_graph, self.states.count, step.open
         to = step.close(z, update, graph=graph)
-        self.states.end(step, z, to, traced_at(step, z, to) if graph else None)
+        assert open is not None
+        self.states.end(step, z, to, open.mean, traced_at(step, z, to) if graph else None)
         step.share_with(self._steps.get(k - 1))
         self._steps[k], self._open, self._last = step, None, as_leaves(to)
         if self._options.truncate is not None and (first := k + 1 - self._options.truncate) > 0:
@@ -254,8 +267,7 @@ class _ReverseTape(Tape):
         if journal is not None and (position := journal.read(self._last, wanted)) is not None:
             left, a = position.left, position.adjoint
             found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
-        after = states.store.fetch(states.saved[left]) if left in states.saved else {}
-        after = self._last if left == count else after
+        after = self._last if left == count else states.state(self._steps, left)
         yield "in the outer loss itself", a
         for k, z, traced in states.backwards(self._steps, left):
             step, between, new = self._steps[k], _between(losses, k), a
