@@ -21,8 +21,9 @@ from ..step.sums import plus
 from ..step.traced import traced_at
 from ..update.update import Update
 from .base import Engine, OuterLoss, Tape, refuse_create_graph
-from .budget import Budgeted, InFolder, parse
+from .budget import Budgeted, InFolder
 from .journal import Journal, Position, about
+from .options import check_place, check_states, is_folder
 from .reversible import Reversible
 from .schedule import Plan, states_for_sqrt
 from .states import States
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]  # (the number of steps before it, the number of pieces of the next step before it)
 Losses = Mapping[Place, Sequence[OuterLoss]]
-
-
-def _is_path(place: str) -> bool:
-    return os.sep in place or bool(os.altsep and os.altsep in place)
 
 
 @dataclass(frozen=True)
@@ -111,33 +108,12 @@ class Reverse(Engine):
                     "bilevel.Reverse: blocks= runs parts of a step one by one, and compile= the step as a whole. Leave "
                     "out one of them."
                 )
-        named = self.checkpoint in ("sqrt", "reversible")
-        if not named and (isinstance(self.checkpoint, str) or self.checkpoint < 1):
-            raise ValueError(
-                f"bilevel.Reverse: checkpoint must be 'sqrt', 'reversible' or at least 1, got {self.checkpoint!r}."
-            )
-        if self.checkpoint == "reversible" and self.compile:
-            raise ValueError(
-                "bilevel.Reverse: checkpoint='reversible' needs the gradient of a step by itself, and compile= runs "
-                "the step as a whole. Leave out one of them."
-            )
+        check_states(self.checkpoint, self.memory, compiles=self.compile)
+        check_place(self.store, resume=self.resume)
         if self.truncate is not None and self.truncate < 1:
             raise ValueError(f"bilevel.Reverse: truncate must be at least 1, got {self.truncate}.")
-        if isinstance(self.store, str) and self.store not in ("device", "host") and not _is_path(self.store):
-            raise ValueError(
-                "bilevel.Reverse: store must be 'device', 'host' or a folder, as a path with a separator (like "
-                f"'./states') or as a pathlib.Path, got {self.store!r}."
-            )
-        if self.resume and not self.has_folder:
-            raise ValueError(
-                "bilevel.Reverse: resume=True writes how far the sweep has come into a folder: name one by store=."
-            )
         if not self.every >= 0:
             raise ValueError(f"bilevel.Reverse: every must be a number of seconds, at least 0, got {self.every}.")
-        if self.memory is not None:
-            parse(self.memory)
-            if self.checkpoint != 1:
-                raise ValueError("bilevel.Reverse: memory= decides what to store: leave out checkpoint= or memory=.")
 
     @property
     def keeps_graphs(self) -> bool:
@@ -150,7 +126,7 @@ class Reverse(Engine):
     @property
     def has_folder(self) -> bool:
         """Whether iterates are stored in a file."""
-        return self.store not in ("device", "host")
+        return is_folder(self.store)
 
     @property
     def refuses_group(self) -> str:

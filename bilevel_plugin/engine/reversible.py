@@ -167,8 +167,8 @@ class Reversible(States):
         return RuntimeError(
             f"bilevel.Reverse: step k = {step.k} can't be run backwards: the state before it does not come out bit for "
             f"bit ({part.pieces[0].name!r}{more}), since the gradient, computed again{how}, has other bits than at "
-            "first. Kernels that add in any order do that; torch.use_deterministic_algorithms(True) replaces them. Or store "
-            "states: checkpoint='sqrt'."
+            "first. Kernels that add in any order do that; torch.use_deterministic_algorithms(True) replaces them. Or "
+            "store states: checkpoint='sqrt'."
         )
 
     def plan(self) -> Plan:

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.engine.residuals import Log, decode, encode
-from bilevel_plugin.engine.store import Store
 
 SGD, Adam, AdamW, NAdam, RAdam, RMSprop = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop
@@ -275,52 +273,6 @@ def test_any_loop(
         assert torch.equal(a, b)
 
 
-# --- the code of differences, and the log ---
-
-
-@given(
-    seed=st.integers(0, 1000),
-    count=st.integers(0, 5000),
-    spread=st.sampled_from([0.1, 0.5, 1.0, 5.0, 100.0, 1e9]),
-    dtype=st.sampled_from([torch.int16, torch.int32, torch.int64]),
-    extremes=st.booleans(),
-)
-def test_any_integers_come_out_of_their_code(
-    seed: int, count: int, spread: float, dtype: torch.dtype, extremes: bool
-) -> None:
-    torch.manual_seed(seed)
-    info = torch.iinfo(dtype)
-    x = (torch.randn(count, dtype=torch.float64) * spread).clamp(info.min / 2, info.max / 2).to(dtype)
-    for i, value in enumerate((info.min, info.max, -128, 127, 126, -127, 128, -8, 7, 8, -2, 1, 2)):
-        if extremes and i < count:
-            x[i] = value
-    assert torch.equal(decode(encode(x), count, dtype), x)
-
-
-def test_the_code_is_as_short_as_the_entropy() -> None:
-    torch.manual_seed(0)
-    for spread in (0.5, 1.0, 3.0):
-        x = (torch.randn(200_000) * spread).round().to(torch.int32)
-        share = torch.bincount((x - x.min()).long()).double() / len(x)
-        entropy = float(-(share[share > 0] * share[share > 0].log2()).sum())
-        assert 8 * len(encode(x)) / len(x) < 1.05 * entropy
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_the_log_is_read_from_any_place(folder: bool, tmp_path: Path) -> None:
-    """Also across chunks, and after its beginning was dropped."""
-    torch.manual_seed(0)
-    log = Log(Store(place=tmp_path if folder else "device"))
-    data = [bytes(torch.randint(256, (n,), dtype=torch.uint8).tolist()) for n in (10, 70_000, 0, 200_000, 3)]
-    places = [log.size, *(log.size for part in data if log.append(part) + 1)]
-    for part, begin in zip(data, places, strict=False):
-        assert log.read(begin, begin + len(part)) == part
-    before = log.nbytes
-    log.forget_before(places[3])
-    assert log.nbytes == before - places[3]
-    assert log.read(places[3], places[4]) == data[3]
-
-
 def both(take: Any, make: Any = None, optimizer: Any = None, **options: Any) -> None:
     """`take` runs a loop on a batch; its hypergradient is the same from all states and from the last."""
     found: list[Tensor] = []
@@ -345,6 +297,36 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
         return loop.hypergrad(lam, outer=(x, y))
 
     both(take)
+
+
+def test_open_steps_with_hooks_losses_between_batches_and_a_batch_that_failed() -> None:
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        for k in range(6):
+            loop.accumulate(x.roll(k, 0), y)
+            if k in (2, 5):
+                loop.add_outer_loss(outer=(x, y))
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                loop.accumulate(x[:, :2], y)
+            loop.accumulate(x, y.roll(k, 0))
+            found.append(loop.hypergrad(lam, outer=(x, y)))  # while the step is open
+            loop.step()
+        return torch.stack([*found, loop.hypergrad(lam)])
+
+    def hooked(model: nn.Module) -> nn.Module:
+        model[0].weight.register_hook(lambda d: d.tanh())  # pyright: ignore
+        return model
+
+    both(take)
+    both(take, hooked, clip=0.05)
+
+
+def test_a_gradient_that_depends_on_the_weights_before_the_step() -> None:
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        loop.run(6, x, y, outer=(x, y))
+        return loop.hypergrad(lam)
+
+    both(take, direction=lambda d, w: {n: v + 0.1 * w[n].sin() * torch.rand_like(v) for n, v in d.items()}, clip=0.1)
 
 
 def test_tasks() -> None:
