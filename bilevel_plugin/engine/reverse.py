@@ -226,7 +226,8 @@ class _ReverseTape(Tape):
         self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
     ) -> Iterator[tuple[str, State]]:
         """Yield each place of the sweep, as errors name it, and the adjoint there."""
-        states, open, count = self.states, self._open, self.states.count
+        states, count = self.states, self.states.count
+        open = self._open if self._open is not None and self._open.pieces else None  # if its batch failed, it has none
         losses: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
         a: State = {}
         z = as_leaves(self._last or states.start)

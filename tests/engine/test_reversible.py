@@ -294,6 +294,8 @@ def test_a_step_that_failed_leaves_nothing_behind() -> None:
                 with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                     loop.step(x[:, :2], y)
             loop.step(x.roll(k, 0), y)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            loop.step(x[:, :2], y)
         return loop.hypergrad(lam, outer=(x, y))
 
     both(take)
@@ -309,7 +311,8 @@ def test_open_steps_with_hooks_losses_between_batches_and_a_batch_that_failed() 
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 loop.accumulate(x[:, :2], y)
             loop.accumulate(x, y.roll(k, 0))
-            found.append(loop.hypergrad(lam, outer=(x, y)))  # while the step is open
+            if k > 2:
+                found.append(loop.hypergrad(lam))  # while the step is open
             loop.step()
         return torch.stack([*found, loop.hypergrad(lam)])
 
