@@ -145,6 +145,8 @@ CASES = {
     "momentum": {"optimizer": sgd, "solver": "bigsam"},
     "momentum, unrolled": {"optimizer": sgd, "engine": "unroll"},
     "adam": {"optimizer": adam},
+    "momentum, run backwards": {"optimizer": sgd, "engine": bilevel.Reverse("reversible")},
+    "adam, run backwards": {"optimizer": adam, "engine": bilevel.Reverse("reversible")},
     "in parts": {"solver": "bigsam", "micro": 3},
     "momentum, in parts": {"optimizer": sgd, "solver": "bigsam", "micro": 5},  # more than a rank of three has samples
     "adam, in parts": {"optimizer": adam, "micro": 3},

@@ -50,6 +50,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, out, kill_at, checkpoint = sys.argv[1:]
     found = solve(
-        folder, int(kill_at), inputs="both", checkpoint=checkpoint if checkpoint == "sqrt" else int(checkpoint)
+        folder, int(kill_at), inputs="both", checkpoint=int(checkpoint) if checkpoint.isdigit() else checkpoint
     )
     torch.save(found, out)

@@ -108,12 +108,12 @@ class Measured(States):
         self._memory, self._pull = memory, pull
         self._sizes: dict[object, int] = {}  # the bytes of the graph of a step, or of its pullback, for each kind
 
-    def end(self, step: Step, z: State, to: State, traced: Traced | None) -> None:
+    def end(self, step: Step, z: State, to: State, d: State, traced: Traced | None) -> None:
         if traced is not None:
             self.graphs.append((self.count, traced))
         if self._update(step, z, to, traced) or self.takes_graph:
             self.fit()
-        super().end(step, z, to, traced)
+        super().end(step, z, to, d, traced)
 
     def stop_graphs(self) -> None:
         super().stop_graphs()

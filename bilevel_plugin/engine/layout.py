@@ -42,7 +42,7 @@ class Layout:
         places: dict[str, Place] = {}
         for n, x in z.items():
             kind = x.dtype, x.device
-            places[n] = Place(kind, sizes[kind], x.shape, _strides(x))
+            places[n] = Place(kind, sizes[kind], x.shape, dense_strides(x))
             sizes[kind] += x.numel()
         return cls(places, dict(sizes))
 
@@ -71,8 +71,8 @@ class Layout:
         pieces = list[Tensor]()
         for n, p in self.places.items():
             if p.kind == kind and p.begin < part.stop and p.begin + p.shape.numel() > part.start:
-                flat = _flat(z[n].detach(), p.strides)
-                pieces.append(flat[max(0, part.start - p.begin) : part.stop - p.begin])
+                row = flat(z[n].detach(), p.strides)
+                pieces.append(row[max(0, part.start - p.begin) : part.stop - p.begin])
         missing = len(part) - sum(map(len, pieces))
         return torch.cat([*pieces, torch.zeros(missing, dtype=kind[0], device=kind[1])])
 
@@ -115,13 +115,15 @@ def _room(kind: Kind, size: int) -> int:
     return -(-size * kind[0].itemsize // _ALIGNED) * _ALIGNED
 
 
-def _strides(x: Tensor) -> tuple[int, ...]:
+def dense_strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides of x if it has no gaps (channels-last is preserved), else those of a contiguous tensor."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     dense = x.numel() == 0 or (span == x.numel() and 0 not in x.stride())
     return x.stride() if dense else torch.empty(x.shape, device="meta").stride()
 
 
-def _flat(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the entries of x in the order of these strides."""
-    return x.as_strided((x.numel(),), (1,)) if x.stride() == strides else x.flatten()
+def flat(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return the numbers of x in the order that a tensor without gaps of these strides has them in memory."""
+    if x.stride() != strides:
+        x = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+    return x.as_strided((x.numel(),), (1,))

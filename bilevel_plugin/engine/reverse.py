@@ -22,10 +22,12 @@ from ..step.sums import plus
 from ..step.traced import traced_at
 from ..update.update import Update
 from .base import Engine, OuterLoss, Tape, refuse_create_graph
-from .budget import Budgeted, InFolder, parse
+from .budget import Budgeted, InFolder
 from .journal import Journal, Position, about
-from .schedule import Plan
-from .states import Sqrt, States
+from .options import check_place, check_states, is_folder
+from .reversible import Reversible
+from .schedule import Plan, states_for_sqrt
+from .states import States
 from .store import Store
 
 if TYPE_CHECKING:
@@ -34,10 +36,6 @@ if TYPE_CHECKING:
 Place = tuple[int, int]  # (the number of steps before it, the number of pieces of the next step before it)
 Losses = Mapping[Place, Sequence[OuterLoss]]
 Pulls = Mapping[Place, Sequence["OuterLoss | Computed"]]
-
-
-def _is_path(place: str) -> bool:
-    return os.sep in place or bool(os.altsep and os.altsep in place)
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,10 @@ class Reverse(Engine):
     what was chosen.
 
     `checkpoint=c` stores every c-th iterate and runs the steps between them once more. "sqrt" holds 1.6·√K iterates at
-    any time, and runs each step once more on average. `truncate=m` goes back over the last m steps only, which gives a
-    biased gradient for the memory and time of m steps (Shaban et al. 2019).
+    any time, and runs each step once more on average. "reversible" holds the last iterate and runs the training
+    backwards from it, bit for bit. Of each step it keeps what rounding loses, about two bits a weight, and computes the
+    gradient once more. That takes an optimizer with momentum. `truncate=m` goes back over the last m steps only, which
+    gives a biased gradient for the memory and time of m steps (Shaban et al. 2019).
 
     `store` is where iterates are kept: on the "device"; on the "host" (pinned memory, copied without waiting), if the
     model is on an accelerator; or in a folder (a path with a separator, or a `pathlib.Path`), in a file that disappears
@@ -93,7 +93,7 @@ class Reverse(Engine):
         tensor(0.2500)
     """
 
-    checkpoint: int | Literal["sqrt"] = 1
+    checkpoint: int | Literal["sqrt", "reversible"] = 1
     truncate: int | None = None
     memory: int | str | None = None
     store: str | os.PathLike[str] = "device"
@@ -110,26 +110,12 @@ class Reverse(Engine):
                     "bilevel.Reverse: blocks= runs parts of a step one by one, and compile= the step as a whole. Leave "
                     "out one of them."
                 )
-        wrong = self.checkpoint != "sqrt" if isinstance(self.checkpoint, str) else self.checkpoint < 1
-        if wrong:
-            raise ValueError(f"bilevel.Reverse: checkpoint must be 'sqrt' or at least 1, got {self.checkpoint!r}.")
+        check_states(self.checkpoint, self.memory, compiles=self.compile)
+        check_place(self.store, resume=self.resume)
         if self.truncate is not None and self.truncate < 1:
             raise ValueError(f"bilevel.Reverse: truncate must be at least 1, got {self.truncate}.")
-        if isinstance(self.store, str) and self.store not in ("device", "host") and not _is_path(self.store):
-            raise ValueError(
-                "bilevel.Reverse: store must be 'device', 'host' or a folder, as a path with a separator (like "
-                f"'./states') or as a pathlib.Path, got {self.store!r}."
-            )
-        if self.resume and not self.has_folder:
-            raise ValueError(
-                "bilevel.Reverse: resume=True writes how far the sweep has come into a folder: name one by store=."
-            )
         if not self.every >= 0:
             raise ValueError(f"bilevel.Reverse: every must be a number of seconds, at least 0, got {self.every}.")
-        if self.memory is not None:
-            parse(self.memory)
-            if self.checkpoint != 1:
-                raise ValueError("bilevel.Reverse: memory= decides what to store: leave out checkpoint= or memory=.")
 
     @property
     def keeps_graphs(self) -> bool:
@@ -142,7 +128,7 @@ class Reverse(Engine):
     @property
     def has_folder(self) -> bool:
         """Whether iterates are stored in a file."""
-        return self.store not in ("device", "host")
+        return is_folder(self.store)
 
     @property
     def refuses_group(self) -> str:
@@ -159,7 +145,9 @@ class Reverse(Engine):
         if self.memory is not None:
             kind = InFolder if self.has_folder else Budgeted
             return kind(store, self.memory, pull, graphs=self.keeps_graphs)
-        return Sqrt(store) if self.checkpoint == "sqrt" else States(store, self.checkpoint)
+        if isinstance(self.checkpoint, str):
+            return States(store, bound=states_for_sqrt) if self.checkpoint == "sqrt" else Reversible(store)
+        return States(store, self.checkpoint)
 
 
 class _ReverseTape(Tape):
@@ -203,9 +191,10 @@ class _ReverseTape(Tape):
         return means
 
     def close(self, step: Step, z: State, update: Update) -> State:
-        graph, k = self.states.takes_graph, self.states.count
+        graph, k, open = self.states.takes_graph, self.states.count, step.open
         to = step.close(z, update, graph=graph)
-        self.states.end(step, z, to, traced_at(step, z, to) if graph else None)
+        assert open is not None
+        self.states.end(step, z, to, open.mean, traced_at(step, z, to) if graph else None)
         step.share_with(self._steps.get(k - 1))
         self._steps[k], self._open, self._last = step, None, as_leaves(to)
         if self._options.truncate is not None and (first := k + 1 - self._options.truncate) > 0:
@@ -253,7 +242,8 @@ class _ReverseTape(Tape):
         self, end: OuterLoss | None, inputs: Sequence[Tensor] | None, found: Gradients, resume: bool = False
     ) -> Iterator[tuple[str, State]]:
         """Yield each place of the sweep, as errors name it, and the adjoint there."""
-        states, open, count = self.states, self._open, self.states.count
+        states, count = self.states, self.states.count
+        open = self._open if self._open is not None and self._open.pieces else None  # if its batch failed, it has none
         outer: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
         losses = _with_computed(outer, self._computed)
         a: State = {}
@@ -271,8 +261,7 @@ class _ReverseTape(Tape):
         if journal is not None and (position := journal.read(self._last, wanted)) is not None:
             left, a = position.left, position.adjoint
             found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
-        after = states.store.fetch(states.saved[left]) if left in states.saved else {}
-        after = self._last if left == count else after
+        after = self._last if left == count else states.state(self._steps, left)
         yield "in the outer loss itself", a
         for k, z, traced in states.backwards(self._steps, left):
             step, between, new = self._steps[k], _between(losses, k), a

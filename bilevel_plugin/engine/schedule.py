@@ -174,10 +174,16 @@ class Plan(NamedTuple):
     state: int  # the bytes of a state
     folder: Folder | None = None
     seconds: float = 0.0
+    differences: int = 0  # the bytes of what rounding loses, with checkpoint="reversible"
 
     def __str__(self) -> str:
         there = self.folder.states if self.folder else 0
         held = self.graphs * self.graph + (self.states - there) * self.state
+        if self.differences:
+            return (
+                f"{self.steps} steps: the last state is kept, and {self.differences / 1e6:.1f} MB of what rounding "
+                f"loses; {self.reruns} steps will be run again"
+            )
         size = f" about {held / 1e6:.1f} of {self.memory / 1e6:.1f} MB;" if self.memory else ""
         if self.folder is not None:
             size += (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from ..autograd.derive import Traced
@@ -16,7 +16,7 @@ from ..autograd.trees import State, as_leaves
 from ..step.step import Step
 from ..step.traced import trace
 from .layout import Shards
-from .schedule import Folder, Keep, Plan, Sweep, gaps_between, least_missed, schedule, states_for_sqrt
+from .schedule import Folder, Keep, Plan, Sweep, gaps_between, least_missed, schedule
 from .store import Kept, Store
 
 Steps = Mapping[int, Step]
@@ -31,13 +31,13 @@ class Visit(NamedTuple):
 
 
 class States:
-    """The states of every step, or of each `every`-th."""
+    """The states of every step, or of each `every`-th; at most bound(K) of them, after K steps."""
 
     takes_graph = False  # whether the next step is to keep its graph
     at_once = 1  # the number of graphs to have room for in the sweep
 
-    def __init__(self, store: Store, every: int = 1) -> None:
-        self.store, self.every = store, every
+    def __init__(self, store: Store, every: int = 1, bound: Callable[[int], int] | None = None) -> None:
+        self.store, self._every, self._bound = store, every, bound
         self.start: State = {}  # what the loop starts from; it is never written to, so it needs no copy
         self.saved: dict[int, Kept] = {}
         self.graphs: deque[tuple[int, Traced]] = deque()  # the graphs of the last steps, if steps keep them
@@ -57,14 +57,14 @@ class States:
             self.admit(self.count, z)
         self._started = time.perf_counter()
 
-    def end(self, step: Step, z: State, to: State, traced: Traced | None) -> None:
-        """Count the step, which has gone from z to `to`, with its graph if it was to be kept."""
+    def end(self, step: Step, z: State, to: State, d: State, traced: Traced | None) -> None:
+        """Count the step, which has gone from z to `to` in the direction d, with its graph if it was to be kept."""
         self._seconds += time.perf_counter() - self._started
         self.count += 1
 
     def admit(self, k: int, z: State) -> None:
         """Store the state of the last step k. If there is no room, drop the state whose loss costs least."""
-        if k % self.every and self.saved:
+        if k % self._every and self.saved:
             return
         most, saved = self.most(k + 1), sorted(self.saved)
         if most is not None:
@@ -106,7 +106,7 @@ class States:
 
     def most(self, steps: int) -> int | None:
         """Return how many states may be held in a loop of so many steps, or None if there is no bound."""
-        return None
+        return None if self._bound is None else self._bound(steps)
 
     def room(self, steps: int, held: int) -> tuple[int, int]:
         """Return how many graphs to make at once, and how many more states fit, to go back over so many steps."""
@@ -117,7 +117,7 @@ class States:
 
     def backwards(self, steps: Steps, left: int) -> Iterator[Visit]:
         """Visit the steps, last first. Of those whose graph is not stored, only the first `left` are visited."""
-        end = min(left, self.end_of_states)
+        end = min(left, first_graph(self))
         for i in reversed(range(len(self.graphs))):
             k, traced = self.graphs[i]
             if self.saved:  # states will need the room of the graph
@@ -127,10 +127,9 @@ class States:
             del traced
         yield from _Return(self, steps, end).visits()
 
-    @property
-    def end_of_states(self) -> int:
-        """The first step whose graph is stored."""
-        return self.graphs[0][0] if self.graphs else self.count
+    def state(self, steps: Steps, k: int) -> State:
+        """Return the state of step k for the beginning of a sweep, or nothing if it is not stored."""
+        return self.store.fetch(self.saved[k]) if k in self.saved else {}
 
     def plan(self) -> Plan:
         reruns = sum(a.at - a.begin if isinstance(a, Keep) else a.end - a.begin for a in actions(self))
@@ -141,19 +140,17 @@ class States:
         return plan._replace(folder=folder, seconds=self._seconds / max(1, self.count))
 
 
-class Sqrt(States):
-    """1.6·√K states, with which each step runs once more on average."""
-
-    def most(self, steps: int) -> int | None:
-        return states_for_sqrt(steps)
-
-
 # --- the way back ---
+
+
+def first_graph(states: States) -> int:
+    """Return the first step whose graph is stored."""
+    return states.graphs[0][0] if states.graphs else states.count
 
 
 def actions(states: States, end: int | None = None) -> Iterator[Keep | Sweep]:
     """Yield what a sweep does from this step back to the first that is wanted."""
-    end = states.end_of_states if end is None else end
+    end = first_graph(states) if end is None else end
     for action in schedule(sorted(j for j in states.saved if j < end), end, states.room):
         if end <= states.first:  # all steps that truncate= asks for are done
             return

@@ -10,7 +10,7 @@ from piece to piece. The derivative is the same sum, read backwards:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -48,6 +48,7 @@ class Open:
 
     sums: Sums
     buffers: State  # the buffers that are not part of the state
+    mean: State = field(default_factory=dict[str, Tensor])  # the direction, over all ranks; known when it is closed
 
 
 class Step:
@@ -125,7 +126,7 @@ class Step:
         assert open is not None
         self.update = update
         with full_precision(), torch.set_grad_enabled(graph):
-            d = model.ranks.mean(open.sums.direction, model.parameters)
+            d = open.mean = model.ranks.mean(open.sums.direction, model.parameters)
             self.directed = tuple(d)
             to, leaves = _updated(update, z, d, graph, alone=model.ranks.share == 1)
             self.moved = tuple(update.moves(z, d))

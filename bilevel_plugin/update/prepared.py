@@ -122,6 +122,13 @@ class Prepared(Update):
     def closes_over(self) -> bool:
         return self.update.closes_over or any(call.function.own for call in self.calls)
 
+    @property
+    def base(self) -> Update:
+        return self.update.base
+
+    def given(self, z: State, d: State) -> State:
+        return self.update.given(z, self._before(z, d))
+
     def moves(self, z: State, d: State) -> Iterable[str]:
         return self.update.moves(z, self._whole(z, d))
 
@@ -129,8 +136,11 @@ class Prepared(Update):
         return None if self.calls else self.update.direction_between(z, to, names)
 
     def __call__(self, z: State, d: State) -> State:
+        return self.update(z, self._before(z, d))
+
+    def _before(self, z: State, d: State) -> State:
         d = self._whole(z, d)
-        return self.update(z, self._applied(d, self._weights(z, d)))
+        return self._applied(d, self._weights(z, d))
 
     def _whole(self, z: State, d: State) -> State:
         missing = [n for n in self.zeros if n not in d]

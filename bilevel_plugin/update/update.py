@@ -65,6 +65,15 @@ class Update(ABC):
         """Whether the update calls a function of the user, which may use outer variables that `options` lacks."""
         return False
 
+    @property
+    def base(self) -> Update:
+        """The update without functions of the direction before it."""
+        return self
+
+    def given(self, z: State, d: State) -> State:
+        """Return the direction that `base` is given."""
+        return d
+
     def moves(self, z: State, d: State) -> Iterable[str]:
         """Return the names of the weights that the update changes."""
         return tuple(d)

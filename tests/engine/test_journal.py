@@ -32,7 +32,7 @@ def run(folder, out, kill_at, checkpoint):
     return subprocess.run(command, cwd=HERE.parent, timeout=600).returncode
 
 
-@pytest.mark.parametrize("checkpoint", ["1", "sqrt"])
+@pytest.mark.parametrize("checkpoint", ["1", "sqrt", "reversible"])
 def test_killed_at_random_moments_it_ends_alike(tmp_path, checkpoint):
     """Once in the forward steps, twice in the sweep; then it ends, with fewer steps to go over than from the start."""
     whole, alone = tmp_path / "whole", tmp_path / "alone.pt"
@@ -46,7 +46,7 @@ def test_killed_at_random_moments_it_ends_alike(tmp_path, checkpoint):
     assert not (folder / JOURNAL).exists()
     assert run(folder, out, draw.randint(resuming.STEPS + 3, resuming.STEPS + 6), checkpoint) == resuming.KILLED
     first = (folder / JOURNAL).read_bytes()
-    far = resuming.STEPS + (6 if checkpoint == "1" else 9)  # "sqrt" runs up to 6 steps again before it can go on
+    far = resuming.STEPS + (6 if checkpoint == "1" else 9)  # the others run up to 6 steps again before they can go on
     assert run(folder, out, draw.randint(far, far + 1), checkpoint) == resuming.KILLED
     assert (folder / JOURNAL).read_bytes() != first
     assert run(folder, out, -1, checkpoint) == 0
