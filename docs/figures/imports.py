@@ -13,7 +13,9 @@ BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end 
 
 LEVELS = (  # a file imports files of levels before its own, and of its own level without going round in a circle
     ("autograd/",), ("kernels/",), ("update/",), ("model/",), ("step/", "pullback/"), ("engine/",),
-    ("check/",), ("loop", "inner"), ("check/gradcheck", "check/runs", "check/check_loop"), ("__init__",),
+    ("check/",), ("loop", "inner"),
+    ("check/gradcheck", "check/runs", "check/check_loop", "check/trainings", "check/smoothness", "check/forecast"),
+    ("__init__",),
 )  # fmt: skip
 
 
