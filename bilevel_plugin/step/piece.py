@@ -202,8 +202,13 @@ class Piece:
                 t.batch.source.release()
 
 
-def value_of(model: Model, name: str, loss: Loss, evaluation: Evaluation, batch: tuple[Any, ...]) -> Tensor:
-    """Return the value of loss(model, *batch), or raise an error that says what is wrong with it."""
+def value_of(
+    model: Model, name: str, loss: Loss, evaluation: Evaluation, batch: tuple[Any, ...], *, vector: bool = False
+) -> Tensor:
+    """Return the value of loss(model, *batch), or raise an error that says what is wrong with it.
+
+    `vector`: it may be a vector of losses.
+    """
     taking = evaluation.taking
     active_models().append(model.ids)
     taking.losses += 1
@@ -211,7 +216,7 @@ def value_of(model: Model, name: str, loss: Loss, evaluation: Evaluation, batch:
     before = [x._version for x in evaluation.weights.values()]
     try:
         with first_look(model, name, loss, taking):
-            value, aux = model.call(lambda *args: value_and_aux(name, loss(*args)), evaluation, batch)
+            value, aux = model.call(lambda *args: value_and_aux(name, loss(*args), vector=vector), evaluation, batch)
         model.seen.aux[name] = as_aux(model, aux)
     except TypeError as error:
         check_arguments(name, loss, model.module, batch, error)
