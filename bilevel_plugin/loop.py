@@ -14,7 +14,7 @@ from .autograd.graph import find_leaves
 from .autograd.missing import explained
 from .autograd.trees import State, cut_graph, tensors_of
 from .check.reduction import check_reduction
-from .collect import after_hooks, collected
+from .collect import after_hooks, collected, in_sweeps
 from .engine.schedule import Plan
 from .guards.opening import refuse_inference_mode
 from .inputs import Inputs, Only, as_tuple, flatten, names_of
@@ -412,17 +412,17 @@ class Loop:
     @overload
     def hypergrad(  # pyright: ignore[reportOverlappingOverload]  (a Tensor is an Iterable[Tensor] too)
         self, inputs: Tensor, *, outer: Any = ..., loss: Tensor | None = ..., allow_unused: bool = ...,
-        create_graph: bool = ..., retain_graph: bool = ...,
+        create_graph: bool = ..., retain_graph: bool = ..., queries: int | None = ...,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def hypergrad(
         self, inputs: Mapping[str, Tensor] | nn.Module, *, outer: Any = ..., loss: Tensor | None = ...,
-        allow_unused: bool = ..., create_graph: bool = ..., retain_graph: bool = ...,
+        allow_unused: bool = ..., create_graph: bool = ..., retain_graph: bool = ..., queries: int | None = ...,
     ) -> dict[str, Tensor]: ...  # fmt: skip
     @overload
     def hypergrad(
         self, inputs: Iterable[Tensor], *, outer: Any = ..., loss: Tensor | None = ..., allow_unused: bool = ...,
-        create_graph: bool = ..., retain_graph: bool = ...,
+        create_graph: bool = ..., retain_graph: bool = ..., queries: int | None = ...,
     ) -> list[Tensor]: ...  # fmt: skip
     def hypergrad(
         self,
@@ -433,8 +433,12 @@ class Loop:
         allow_unused: bool = False,
         create_graph: bool = False,
         retain_graph: bool = False,
+        queries: int | None = None,
     ) -> Tensor | list[Tensor] | dict[str, Tensor]:
         """Return d g(w_K(λ), λ)/dλ for the inputs, in their structure, as torch.autograd.grad would.
+
+        If g, or `loss`, is a vector of Q losses, the result has one more dimension in front: a row for each of them, all
+        from one sweep.
 
         Args:
             inputs: a tensor, a list, a dict, or a module (a dict of its trainable parameters). The parameters of
@@ -444,6 +448,8 @@ class Loop:
             allow_unused: return zeros for an input that no loss depends on, instead of an error.
             create_graph: make the result differentiable (engine="unroll" only).
             retain_graph: keep the graph behind tensors of the batch (an encoder's), so that it can be used again.
+            queries: how many rows of a vector go through one sweep, which takes the memory of as many adjoints. By
+                default it is all of them.
 
         Examples:
             Two steps of rate 0.5 from 0 end at w = 0.75·λ, so dg/dλ = (w − 1)·0.75.
@@ -462,10 +468,21 @@ class Loop:
             tensor(0.3750)
             {'strength': tensor(0.3750)}
             tensor(2.2500)
+
+            A row for each of three losses, w, 2·w and 3·w:
+
+            >>> with bilevel.inner(model, h, lambda m, c: c * m.weight.sum(), solver="gd", lr=0.5) as loop:
+            ...     _ = loop.run(2, outer=torch.tensor([1.0, 2.0, 3.0]))
+            ...     print(loop.hypergrad(lam))
+            tensor([0.7500, 1.5000, 2.2500])
         """
         tensors = flatten(inputs)
         wanted = list(tensors.values())
-        grads = self._gradients(wanted, outer, loss, allow_unused, create_graph, retain_graph)
+
+        def gradients(chosen: slice, retain: bool) -> tuple[list[Tensor], int | None]:
+            return self._gradients(wanted, outer, loss, allow_unused, create_graph, retain, chosen)
+
+        grads = in_sweeps(gradients, self._run.engine, queries, retain_graph)
         grads = after_hooks(self._run.model, wanted, grads, create_graph)
         named = dict(zip(tensors, grads, strict=True))
         if isinstance(inputs, Tensor):
@@ -503,11 +520,11 @@ class Loop:
         run = self._checked()
         if inputs is not None:
             wanted = list(flatten(inputs).values())
-            grads = self._gradients(wanted, outer, loss, False, False, retain_graph)
+            grads, _ = self._gradients(wanted, outer, loss, False, False, retain_graph, None)
             with without_hooks(run.model.parameters.values()):
                 torch.autograd.backward(wanted, grads)
             return
-        found, _ = run.pull(None, outer, loss, False)
+        found, *_ = run.pull(None, outer, loss, False)
         pairs = [*found.direct.values(), *found.cut.values()]
         if not pairs:
             raise ValueError(
@@ -530,7 +547,9 @@ class Loop:
         allow_unused: bool,
         create_graph: bool,
         retain_graph: bool,
-    ) -> list[Tensor]:
+        chosen: slice | None,
+    ) -> tuple[list[Tensor], int | None]:
+        """Return the gradients for these entries of a vector (None refuses one), and how many entries it has."""
         run = self._checked()
         inner = {id(p) for p in run.model.parameters.values()}
         if not run.tape.reaches_start and any(id(x) in inner for x in wanted):
@@ -543,8 +562,9 @@ class Loop:
             self._refuse_late(once)
         if run.model.own:  # in the graphs these are w_k; the gradient for w_0 is the adjoint
             once = [x for x in once if id(x) not in inner]
-        found, start = run.pull(once, outer, loss, create_graph)
-        return collected(run, wanted, found, start, allow_unused, retain_graph)
+        found, start, count = run.pull(once, outer, loss, create_graph, chosen)
+        of_rows = None if count is None or chosen is None else len(range(count)[chosen])
+        return collected(run, wanted, found, start, allow_unused, retain_graph, of_rows), count
 
     def _refuse_late(self, inputs: list[Tensor]) -> None:
         for x in inputs:

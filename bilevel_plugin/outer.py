@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from .autograd import rows
 from .autograd.derive import Gradients, Traced, vjp
 from .autograd.graph import find_leaves, has_older_nodes, sequence_number
 from .autograd.trees import Pairs, State, cut_graph
@@ -18,6 +19,7 @@ from .guards.held import warn_if_read
 from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss
 from .model.model import Evaluation, Model
+from .model.ranks import Alone
 from .model.tasks import joined, row_of
 from .step.conditions import Conditions, set_modes, undisturbed
 from .step.piece import value_of
@@ -81,15 +83,16 @@ class LossOfBatch(OuterLoss):
         self._here = here[0] if len(here) == 1 else torch.stack(here).sum()
         self.value = model.ranks.means({"g": self._here})["g"]
         if self._record is not None:
-            self._record.check({"g": self._here})
+            self._record.check(_entries(self._here))
         if not alone:
-            run.monitor.record_loss(self._k + 1, "g", self.value, {})
+            run.monitor.record_loss(self._k + 1, "g", rows.largest(self.value), {})
         return found
 
     def _traced(self, evaluation: Evaluation, row: int | None, since: int, twice: bool, alone: bool) -> Traced:
         """Return the loss with its graph, while the model holds its weights."""
         run, model = self._run, self._run.model
-        value = value_of(model, "g", self._g, evaluation, row_of(self.batch, row))
+        value = value_of(model, "g", self._g, evaluation, row_of(self.batch, row), vector=True)
+        _check_vector(model, "g", value, self.like)
         self._here = value.detach()
         value = value if isinstance(self.weight, float) and self.weight == 1 else self.weight * value
         at = {**evaluation.leaves, **evaluation.statistics}
@@ -145,7 +148,7 @@ class LossOfBatch(OuterLoss):
 
         def gradient(evaluation: Evaluation, traced: Traced) -> State:
             self._warn(evaluation, traced.to["g"])
-            return traced.vjp({"g": torch.ones_like(traced.to["g"])}, inputs, into)
+            return traced.vjp({"g": self._run.tape.along(traced.to["g"])}, inputs, into)
 
         found = self._evaluate(z, gradient, twice=False)
         return _over_ranks(model, found[0] if model.tasks.rows == (None,) else joined(found))
@@ -155,7 +158,7 @@ class LossOfBatch(OuterLoss):
         model = self._run.model
         record = self._recording = Record(self._k, Conditions(model), self.cut, of="the outer loss")
         self._evaluate(None, lambda evaluation, traced: None, twice=False)
-        record.note([self._here], self.leaves, [("g", (self.batch, self.weight))])
+        record.note(_entries(self._here).values(), self.leaves, [("g", (self.batch, self.weight))])
         record.seal(self.leaves, model)
         self._record, self._recording, self._z = record, None, {}  # the sweep has the state
         return self
@@ -167,14 +170,15 @@ class LossGiven(OuterLoss):
     is_function = False
 
     def __init__(self, run: Run, loss: Tensor, weight: Value = 1.0) -> None:
-        self._run, self.weight, self._plain = run, weight, run.model.tasks.total(loss)
+        self._run, self.weight, self._plain = run, weight, run.model.tasks.total(loss) if loss.dim() == 0 else loss
         self._loss = self._plain if isinstance(weight, float) and weight == 1 else weight * self._plain
-        self.value = torch.zeros(())  # without the weight, over all ranks
+        self.value = torch.zeros_like(loss.detach())  # without the weight, over all ranks
         self.batch: tuple[Any, ...] = ()
 
     def _traced(self) -> list[Traced]:
         """Return the loss as a function of the weights, and of the parameters that hold them in the model."""
         run, model, z = self._run, self._run.model, self._run.z_now
+        _check_vector(model, "loss=", self._plain, self.like)
         own = model.parameters if model.own else {}
         earlier = ValueError(
             "bilevel.inner: loss= was computed from weights of an earlier step. Compute it from loop(x) after "
@@ -194,7 +198,7 @@ class LossGiven(OuterLoss):
             raise disconnected("loss=")
         self.leaves = leaves
         self.value = model.ranks.means({"g": self._plain.detach()})["g"]
-        run.monitor.record_loss(run.k, "loss=", self.value, {})
+        run.monitor.record_loss(run.k, "loss=", rows.largest(self.value), {})
         at = [{n: x for n, x in z.items() if x.requires_grad}, *([own] if own else [])]
         return [Traced(x, {"g": self._loss}, [], leaves if i == 0 else [], model.ranks.share) for i, x in enumerate(at)]
 
@@ -203,7 +207,7 @@ class LossGiven(OuterLoss):
         return self._run.inside(lambda evaluation: run(found))
 
     def pull(self, inputs: Sequence[Tensor] | None, into: Gradients, z: State | None = None) -> State:
-        one = torch.ones_like(self._loss)
+        one = self._run.tape.along(self._loss)
         by_weights, *by_parameters = self._traced()
 
         def gradients(evaluation: Evaluation) -> State:
@@ -217,14 +221,14 @@ class LossGiven(OuterLoss):
     def kept(self) -> OuterLoss:
         """Compute the gradients now, since a later step overwrites the weights that the graph of the loss uses."""
         found = Gradients()
-        return LossTaken(self.pull(None, found), found, self.leaves)
+        return LossTaken(self._run, self._plain.detach(), self.pull(None, found), found, self.leaves)
 
 
 class LossTaken(OuterLoss):
     """The gradients of a loss that the user computed at an earlier step."""
 
-    def __init__(self, a: State, found: Gradients, leaves: Sequence[Tensor]) -> None:
-        self._a, self._found, self.leaves = a, found, leaves
+    def __init__(self, run: Run, value: Tensor, a: State, found: Gradients, leaves: Sequence[Tensor]) -> None:
+        self._run, self._value, self._a, self._found, self.leaves = run, value, a, found, leaves
 
     @property
     def numbers(self) -> Sequence[Tensor]:
@@ -238,11 +242,12 @@ class LossTaken(OuterLoss):
                     "loss= that was added is known for leaves alone. Name the leaves that it was computed from, or add "
                     "the loss as g, with the input in outer=."
                 )
-        chosen = None if inputs is None else {id(x) for x in inputs}
+        chosen, tape = None if inputs is None else {id(x) for x in inputs}, self._run.tape
+        tape.along(self._value)  # which may refuse a vector
         for x, grad in self._found.direct.values():
             if chosen is None or id(x) in chosen:
-                into.add(into.direct, x, grad)
-        return self._a
+                into.add(into.direct, x, tape.chosen(self._value, grad))
+        return {n: tape.chosen(self._value, x) for n, x in self._a.items()}
 
     def traced(self, run: Callable[[Traced], T]) -> T:
         raise NotImplementedError
@@ -257,3 +262,26 @@ def _over_ranks(model: Model, a: State) -> State:
     weights = model.ranks.sum([a.get(n) for n in names], list(model.parameters.values()))
     rest = {n: x for n, x in a.items() if n not in model.parameters}
     return {**rest, **{n: x for n, x in zip(names, weights, strict=True) if x is not None}}
+
+
+def _entries(value: Tensor) -> State:
+    """Return a loss, or each entry of a vector of losses, under a name."""
+    return {"g": value} if value.dim() == 0 else {f"g[{i}]": x for i, x in enumerate(value.unbind())}
+
+
+def _check_vector(model: Model, name: str, value: Tensor, like: Tensor | None) -> None:
+    """Raise if the value is a vector in a block whose adjoints have no rows, or does not fit one that was added."""
+    if like is not None and like.shape != value.shape:
+        had, has = (f"a vector of {len(x)}" if x.dim() else "a scalar" for x in (like, value))
+        raise ValueError(
+            f"bilevel.inner: the outer losses that were added are summed, and {name} is {has}, while an earlier one "
+            f"is {had}. Add losses of one shape, or sum each of them before it is added."
+        )
+    if value.dim() == 0:
+        return
+    for option, used in (("tasks=", model.tasks.count is not None), ("group=", type(model.ranks) is not Alone)):
+        if used:
+            raise ValueError(
+                f"bilevel.inner: with {option} an outer loss is a scalar, and {name} is a vector of {len(value)}. Take "
+                "one loss at a time: loop.hypergrad(lam, loss=losses[i])."
+            )

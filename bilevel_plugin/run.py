@@ -216,7 +216,7 @@ class Run:
         if loss is not None and outer is not None:
             raise ValueError("bilevel.inner: give outer= or loss=, not both: a loss that you computed had its batch.")
         if loss is not None:
-            return LossGiven(self, scalar("loss=", loss), weight)
+            return LossGiven(self, scalar("loss=", loss, vector=True), weight)
         batch = self.outer if outer is None else as_tuple(outer)
         self.check_batch("outer=", batch)
         self.model.tasks.check_batch("g", batch)
@@ -243,6 +243,7 @@ class Run:
         self.check_batch("weight=", (weight,))
         with EXCLUSIVE, torch.enable_grad(), undisturbed(model), full_precision():
             end = self.end(outer, loss, as_weight(weight))
+            end.like = self.added[0] if self.added else None
             try:
                 self.tape.add_loss(end)
             finally:
@@ -282,9 +283,17 @@ class Run:
     # --- the outer gradient ---
 
     def pull(
-        self, wanted: list[Tensor] | None, outer: Any, loss: Tensor | None, create_graph: bool
-    ) -> tuple[Gradients, State]:
-        """Return the gradients of the outer loss, and its gradient with respect to w_0."""
+        self,
+        wanted: list[Tensor] | None,
+        outer: Any,
+        loss: Tensor | None,
+        create_graph: bool,
+        rows: slice | None = None,
+    ) -> tuple[Gradients, State, int | None]:
+        """Return the gradients of the outer loss, its gradient with respect to w_0, and its number of entries.
+
+        `rows` are the entries of a vector that are differentiated; None refuses a vector. A scalar has no entries.
+        """
         model = self.model
         self.held.check(self.z_now, self.k)
         self.seals.check_batches()
@@ -299,6 +308,7 @@ class Run:
                 "outer= and loss= here."
             )
         end = None if self.added else self.end(outer, loss)
+        self.tape.rows = rows
         try:
             with EXCLUSIVE, torch.enable_grad(), undisturbed(model):
                 with full_precision():
@@ -313,8 +323,10 @@ class Run:
                         "A smaller rate, or a loss without √0, 0/0 or log 0 there, may help."
                     )
         finally:
+            self.tape.rows = slice(None)
             model.hold(self.z_now, self.buffers_now)
-        return found, start
+        value = self.added[0] if end is None else end.value
+        return found, start, len(value) if value.dim() else None
 
     def _examine(self, batch: tuple[Any, ...] | None) -> None:
         """Let the sentinel compare derivatives with differences, where it has not done so before."""

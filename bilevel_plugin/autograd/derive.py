@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import rows
 from .missing import explained
 from .trees import Pairs, State
 from .weak import with_computed
@@ -95,11 +96,17 @@ def grad(
     Activation checkpointing runs parts of the model again during the backward pass, and must use the same kernels as
     in the forward pass. torch.autograd.grad itself is a function that modes override, and it runs with the modes off.
     Hooks on the inputs do not run: the result is a part of a gradient, and they are for the whole of it.
+
+    A cotangent with one more dimension than its output has a row for each of many outer losses, and so has the result.
     """
     along = [torch.ones_like(x) if a is None else a for x, a in zip(outputs, along, strict=True)]
     run: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
+
+    def pull(along: Sequence[Tensor], retain: bool = retain_graph) -> tuple[Tensor | None, ...]:
+        return run(tuple(outputs), tuple(along), retain, create_graph, tuple(inputs), True, accumulate_grad=False)
+
     with without_hooks(inputs), IN_BACKWARD[-1]() if IN_BACKWARD else nullcontext():
-        return run(tuple(outputs), tuple(along), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False)
+        return rows.pulled(pull, outputs, along) if rows.number(outputs, along) is not None else pull(along)
 
 
 @contextmanager

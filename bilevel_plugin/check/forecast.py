@@ -14,7 +14,8 @@ from typing import Any, TypeAlias, cast
 
 from torch import Tensor
 
-from ..loop import Inputs, Loop
+from ..inputs import Inputs
+from ..loop import Loop
 from .smoothness import random_direction, smoothness_of
 from .trainings import Train, Trainings, like, rounding
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..autograd.derive import grad
 from ..autograd.graph import leaves_read_since, sequence_number
 from ..autograd.missing import explained
+from ..autograd.rows import as_one
 from ..autograd.trees import State, as_leaves, map_tensors
 from ..kernels.stopping import Differentiation, evaluating
 from ..kernels.switches import full_precision
@@ -100,7 +101,8 @@ class Probe:
             with mode, model.kernels(tensors, follow=True), evaluating(taking), torch.enable_grad():
                 values: list[Tensor] = []
                 for t in losses.terms:
-                    value = value_of(model, t.name, t.loss, tensors, map_tensors(_up, t.given()))
+                    batch = map_tensors(_up, t.given())
+                    value = as_one(value_of(model, t.name, t.loss, tensors, batch, vector=t.name == "g"))
                     weight = t.weight.detach().double() if isinstance(t.weight, Tensor) else t.weight
                     values.append(weight * t.share * value)
                 return use(Evaluation(taking, mode, values))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..loop import Inputs
+from ..inputs import Inputs
 from .trainings import Outcome, Train, Trainings, like
 
 

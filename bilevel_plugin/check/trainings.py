@@ -10,7 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from ..loop import Inputs, Loop, flatten
+from ..inputs import Inputs, flatten
+from ..loop import Loop
 from ..model.losses import evaluating_loss
 from .watching import watching
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from ..autograd import rows
 from ..autograd.derive import Gradients, Traced
 from ..autograd.trees import Pairs, State, as_leaves
 from ..step.computed import Computed
@@ -23,6 +24,8 @@ T = TypeVar("T")
 class OuterLoss(ABC):
     """An outer loss at the weights of some step."""
 
+    like: Tensor | None = None  # one that was added before, whose shape it must have
+    value: Tensor  # without a graph; known after `pull`
     leaves: Sequence[Tensor] = ()  # the outer variables that it uses directly; known after `pull`
     cut: Pairs = []  # noqa: RUF012 (tensors of its batch that require grad, and the leaf in place of each)
     is_function: bool = True  # whether it can be evaluated at another state
@@ -84,6 +87,7 @@ class Tape(ABC):
 
     replays: ClassVar[bool] = True  # whether it records steps for a replay; if not, it keeps their whole graph
     reaches_start: bool = True  # whether the adjoint goes back to w_0
+    rows: slice | None = slice(None)  # of an outer loss that is a vector: the entries that `pull` is for; None: refused
 
     def start(self, z: State, copies: State) -> State:
         """Return z_0, given tensors with a graph to the model, and read-only copies of some of them."""
@@ -113,6 +117,19 @@ class Tape(ABC):
 
         Without `end`, the scalar is the sum of the losses that were added.
         """
+
+    def along(self, value: Tensor) -> Tensor:
+        """Return the cotangent of an outer loss: 1, or a row of the identity for each entry that `pull` is for."""
+        if self.rows is None and value.dim():
+            raise ValueError(
+                f"bilevel.inner: backward() takes a scalar, and the outer loss is a vector of {len(value)}. Sum it, or "
+                "call loop.hypergrad(lam), which returns a row for each entry."
+            )
+        return rows.identity(value, self.rows or slice(None))
+
+    def chosen(self, value: Tensor, x: Tensor) -> Tensor:
+        """Return the rows of x for the entries that `pull` is for, if the outer loss is a vector."""
+        return x[self.rows or slice(None)] if value.dim() else x
 
     def add_loss(self, loss: OuterLoss) -> None:
         """Add a loss at the current state to the sum that `pull` differentiates."""

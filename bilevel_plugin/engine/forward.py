@@ -82,6 +82,7 @@ class _ForwardTape(Tape):
         self._direct = Gradients()  # the direct gradients of the added losses
         self._through: dict[Key, Tensor] = {}  # ∇_z·ż of the added losses
         self._values: Any = WeakTensorKeyDictionary()  # the tangents of computed values, and of their parts
+        self._value = torch.zeros(())  # the value of one of the added losses
 
     def begin(self, step: Step, z: State, *, whole: bool) -> None:
         self._of_direction, self._of_statistics = {}, {}
@@ -261,6 +262,7 @@ class _ForwardTape(Tape):
 
     def add_loss(self, loss: OuterLoss) -> None:
         a = loss.pull(None, self._direct)
+        self._value = loss.value
         if behind := [x for x in self._options.wrt or () if not x.is_leaf]:  # the call above is for leaves only
             loss.pull(behind, more := Gradients())  # what it finds for cut tensors is known
             for tensor, grad in more.direct.values():
@@ -283,30 +285,36 @@ class _ForwardTape(Tape):
         found, values = Gradients(), dict[Key, Tensor]()
         if end is None:
             a, chosen = None, None if inputs is None else {id(x) for x in inputs}
+            self.along(self._value)  # which may refuse a vector
             for tensor, grad in self._direct.direct.values():
                 if tensor.is_leaf if chosen is None else id(tensor) in chosen:
-                    found.add(found.direct, tensor, grad)
+                    found.add(found.direct, tensor, self.chosen(self._value, grad))
             for tensor, grad in self._direct.cut.values():
-                found.add(found.cut, tensor, grad)
+                found.add(found.cut, tensor, self.chosen(self._value, grad))
         else:
             a = end.pull(inputs, found)
             values = self._through_values(found)
         for owner, tensor in self._followed.items():
-            total = torch.zeros_like(tensor).flatten()
-            for j in range(tensor.numel()):
-                key = owner, j
-                along = self._through.get(key) if a is None else _sum(_dot(a, self._now(key)), values.get(key))
-                if along is not None:
-                    total[j] = along
+            keys = [(owner, j) for j in range(tensor.numel())]
+            if a is None:
+                along = [None if (x := self._through.get(key)) is None else self.chosen(self._value, x) for key in keys]
+            else:
+                along = [_sum(_dot(a, self._now(key)), values.get(key)) for key in keys]
+            rows = next((x.shape for x in along if x is not None), ())
+            total = tensor.new_zeros((*rows, tensor.numel()))
+            for j, x in enumerate(along):
+                if x is not None:
+                    total[..., j] = x
             into = found.cut if owner in self._was_cut else found.direct
-            found.add(into, tensor, total.reshape(tensor.shape))
+            found.add(into, tensor, total.reshape(*rows, *tensor.shape))
         return found, {}
 
 
 def _dot(a: State, tangent: State) -> Tensor | None:
-    """Return a·ż, or None if they have no name in common."""
-    parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
-    return torch.stack(parts).sum() if parts else None
+    """Return a·ż, for each row of a if it has rows, or None if they have no name in common."""
+    parts = [(a[n] * x).flatten(a[n].dim() - x.dim()).sum(-1) for n, x in tangent.items() if n in a and x.dim()]
+    parts += [a[n] * x for n, x in tangent.items() if n in a and not x.dim()]
+    return torch.stack(parts).sum(0) if parts else None
 
 
 def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:

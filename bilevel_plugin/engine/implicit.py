@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..autograd import rows
 from ..autograd.derive import Gradients, Traced, vjp
 from ..autograd.trees import State, as_leaves
 from ..step.step import Step
@@ -192,7 +193,12 @@ class _ImplicitTape(Tape):
                 grads = vjp(found.to, u, list(at.values()))
                 return {n: g for n, g in zip(at, grads, strict=True) if g is not None}
 
-            v = self._options.solve(pull, {n: a.get(n, torch.zeros_like(x)) for n, x in at.items()})
+            known = {n: x for n, x in a.items() if n in at}
+            count = rows.number([at[n] for n in known], list(known.values()))
+            each = [known] if count is None else [{n: x[i] for n, x in known.items()} for i in range(count)]
+            solve, zeros = self._options.solve, {n: torch.zeros_like(x) for n, x in at.items()}
+            solved = [solve(pull, {**zeros, **of_row}) for of_row in each]
+            v = solved[0] if count is None else {n: torch.stack([x[n] for x in solved]) for n in at}
             found.vjp(v, inputs, into)
             return as_leaves({n: x.detach().clone() for n, x in found.to.items()})
 
@@ -200,14 +206,18 @@ class _ImplicitTape(Tape):
 
     def _check_settled(self, here: Gradients, ahead: Gradients) -> None:
         """Raise if the gradients change too much, each weighted by the size of its variable to have the unit of g."""
-        change = size = 0.0
+        changes: dict[int, float] = {}  # for each row of a vector of outer losses
+        sizes: dict[int, float] = {}
         for mine, others in ((here.direct, ahead.direct), (here.cut, ahead.cut)):
             for key, (x, grad) in mine.items():
                 other = others[key][1] if key in others else torch.zeros_like(grad)
-                unit = float(x.detach().norm()) or 1.0
-                change += unit * float((grad - other).norm())
-                size += unit * max(float(grad.norm()), float(other.norm()))
-        if not change <= self._options.settled * size:
+                unit, many = float(x.detach().norm()) or 1.0, grad.dim() > x.dim()
+                for i, (mine_i, other_i) in enumerate(zip(grad, other, strict=True) if many else [(grad, other)]):
+                    changes[i] = changes.get(i, 0.0) + unit * float((mine_i - other_i).norm())
+                    sizes[i] = sizes.get(i, 0.0) + unit * max(float(mine_i.norm()), float(other_i.norm()))
+        wrong = [i for i, change in changes.items() if not change <= self._options.settled * sizes[i]]
+        if wrong:
+            change, size = changes[wrong[0]], sizes[wrong[0]]
             name = type(self._options).__name__
             raise RuntimeError(
                 f"bilevel.{name}: the engine differentiates the fixed point of the inner steps, and the loop has not "

@@ -118,7 +118,8 @@ class _UnrollTape(Tape):
                 wanted = list({id(x): x for x in (*found_here, *self._leaves)}.values())
             if wanted:
                 with explained():
-                    grads = grad([loss], wanted, [None], retain_graph=True, create_graph=create_graph)
+                    along = self.along(loss)
+                    grads = grad([loss], wanted, [along], retain_graph=True, create_graph=create_graph)
                 for tensor, part in zip(wanted, grads, strict=True):
                     found.add(found.direct, tensor, part)
 
@@ -128,7 +129,7 @@ class _UnrollTape(Tape):
     def first_not_finite(self, end: OuterLoss | None) -> str | None:
         def run(loss: Tensor) -> str | None:
             for k, edges in reversed(list(enumerate(self._edges))):
-                grads = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
+                grads = torch.autograd.grad(loss.sum(), edges, allow_unused=True, retain_graph=True)
                 if not is_finite([g for g in grads if g is not None]):
                     return "in the outer loss itself" if k + 1 == len(self._edges) else f"at step k = {k + 1}"
             return None

@@ -27,24 +27,25 @@ def active_models() -> list[frozenset[int]]:
     return _EVALUATING.models
 
 
-def value_and_aux(name: str, returned: Any) -> tuple[Tensor, Any]:
+def value_and_aux(name: str, returned: Any, *, vector: bool = False) -> tuple[Tensor, Any]:
     """Return the loss, and the second value that was returned with it (None if there is none)."""
     if type(returned) is tuple and len(returned) == 2:
-        return scalar(name, returned[0]), returned[1]
-    return scalar(name, returned), None
+        return scalar(name, returned[0], vector=vector), returned[1]
+    return scalar(name, returned, vector=vector), None
 
 
-def scalar(name: str, value: object) -> Tensor:
-    """Return the value of a loss, or raise an error that names the mistake."""
+def scalar(name: str, value: object, *, vector: bool = False) -> Tensor:
+    """Return the value of a loss, or raise an error that names the mistake. `vector`: it may be a vector of losses."""
     if not isinstance(value, Tensor):
         raise TypeError(
             f"bilevel.inner: {name} must return a scalar tensor, got {type(value).__name__}. Return the loss itself, "
             "not loss.item(). Other results may be returned as a second value: return loss, logits."
         )
-    if value.shape != ():
+    if value.shape != () and not (vector and value.dim() == 1 and len(value)):
         raise ValueError(
-            f"bilevel.inner: {name} must return a scalar, got a tensor of shape {tuple(value.shape)}. Reduce it, "
-            "with .mean() or .sum()."
+            f"bilevel.inner: {name} must return a scalar{' here' if name == 'g' else ''}, got a tensor of shape "
+            f"{tuple(value.shape)}. Reduce it, with .mean() or .sum()."
+            + (" The outer loss of hypergrad may be a vector, with at least one entry." if name != "h" else "")
         )
     if not value.is_floating_point():
         raise TypeError(f"bilevel.inner: {name} must return a real floating-point loss, got {value.dtype}.")

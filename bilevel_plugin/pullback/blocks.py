@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from ..autograd.derive import norm
 from ..autograd.look import hooks_on_saved
+from ..autograd.rows import stacked
 from ..autograd.trees import State
 from ..guards.held import warn_if_read
 from ..model.losses import code_of
@@ -39,7 +40,7 @@ class BlockByBlock:
     """A pullback that differentiates the chosen modules one by one; if that can't be done, it warns and uses `lean`."""
 
     def __init__(self, which: Which = "auto") -> None:
-        self._which, self._disabled = checked(which), False
+        self._which, self._disabled, self._warned = checked(which), False, False
 
     def __call__(
         self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]
@@ -47,6 +48,8 @@ class BlockByBlock:
         model = piece.model
         if self._disabled:
             return lean.pull(piece, z, cotangent, b, wanted)
+        if cotangent.rows is not None:
+            return self._each_row(piece, z, cotangent, b, wanted)
         modes, random = [m.training for m in model.modules], random_states(model.devices)
         found, why = None, "another rank can't differentiate its step block by block"
         try:
@@ -63,6 +66,30 @@ class BlockByBlock:
             stacklevel=2,
         )
         return lean.pull(piece, z, cotangent, b, wanted)
+
+    def _each_row(
+        self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]
+    ) -> PulledPiece:
+        """Differentiate along one row of the cotangent after the other, for many outer losses."""
+        model, count = piece.model, cotangent.rows or 0
+        if not self._warned:
+            warnings.warn(
+                f"bilevel.Reverse: with blocks= the {count} rows of a vector of outer losses go through each step one "
+                "after the other, which takes the time of as many hypergradients. Leave out blocks= if the graph of a "
+                "step fits in memory.",
+                stacklevel=2,
+            )
+            self._warned = True
+        modes, random = [m.training for m in model.modules], random_states(model.devices)
+        found: list[PulledPiece] = []
+        for i in range(count):
+            set_modes(model.modules, modes)  # each row runs the losses again, under the same conditions
+            set_random_states(random)
+            found.append(self(piece, z, _Row(cotangent, i), {n: x[i] for n, x in b.items()}, wanted))
+        joint = {n: stacked([part.adjoint.get(n) for part in found]) for part in found for n in part.adjoint}
+        of_wanted = [stacked(parts) for parts in zip(*(part.wanted for part in found), strict=True)]
+        adjoint = {n: x for n, x in joint.items() if x is not None}
+        return PulledPiece(adjoint, of_wanted, found[0].values, found[0].followed, found[0].left)
 
     def _pull(self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
         model = piece.model
@@ -86,6 +113,23 @@ class BlockByBlock:
         through, of_wanted, values = tangents.along(u, b)
         adjoint = {n: x for n, x in through.items() if x is not None}
         return PulledPiece(adjoint, of_wanted, values, model.seen.statistics if model.seen.moving else ())
+
+
+class _Row:
+    """One row of a cotangent."""
+
+    rows = None
+
+    def __init__(self, cotangent: CotangentOf, row: int) -> None:
+        self._cotangent, self._row, self.known = cotangent, row, cotangent.known
+
+    def __call__(
+        self, piece: Piece, d: State | None = None, without_value: frozenset[str] = frozenset(), *, end: bool = True
+    ) -> State:
+        return {n: x[self._row] for n, x in self._cotangent(piece, d, without_value, end=end).items()}
+
+    def handed_over(self, piece: Piece) -> State:
+        return self(piece, end=False)
 
 
 def _check_symmetry(piece: Piece, u: State, tangents: _Tangents) -> None:

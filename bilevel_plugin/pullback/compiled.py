@@ -214,7 +214,7 @@ class Compiler:
 
     def pull(self, piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
         """Apply the compiled pullback if the piece was evaluated by compiled code, and the lean one otherwise."""
-        if piece.seen is None or b or not self._is_known(piece):
+        if piece.seen is None or b or cotangent.rows is not None or not self._is_known(piece):
             return lean.pull(piece, z, cotangent, b, wanted)
         functions, (w, *arguments) = _functions(piece), _arguments(piece, z)
         try:

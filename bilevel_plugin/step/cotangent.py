@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from ..autograd import rows
 from ..autograd.trees import State
 from ..update.update import PulledUpdate, weight_of
 from .piece import Piece
@@ -40,6 +41,7 @@ class CotangentOf(Protocol):
     """What a pullback asks for u = a·∂Υ/∂d."""
 
     known: State | None  # the direction, if its values are known or do not matter
+    rows: int | None  # how many rows u has, for as many outer losses, or None if it has no dimension for them
 
     def __call__(
         self, piece: Piece, d: State | None = None, without_value: frozenset[str] = frozenset(), *, end: bool = True
@@ -63,6 +65,8 @@ class Cotangent:
     def __init__(self, step: Step, z: State, a: State, after: State | None, wanted: Sequence[Tensor]) -> None:
         self._step, self._z, self._a, self._wanted = step, z, a, wanted
         self.known = self._known(after)
+        given = {n: x for n, x in a.items() if n in z}
+        self.rows = rows.number([z[n] for n in given], list(given.values()))
         self.direction: State | None = None
         self._pulled: PulledUpdate | None = None
         self._gone = False  # u was handed over, and has to be computed again if it is needed again

@@ -48,6 +48,7 @@ class OfCall:
         wanted: Sequence[Tensor],
         into: Gradients,
     ) -> None:
+        self.rows = cotangent.rows
         self.known: State | None = {}  # the values of the direction are not needed any more
         last, sums = step.pieces[end], Sums(step.model)
         assert last.hooks is not None

@@ -207,8 +207,13 @@ class Piece:
                 t.batch.source.release()
 
 
-def value_of(model: Model, name: str, loss: Loss, evaluation: Evaluation, batch: tuple[Any, ...]) -> Tensor:
-    """Return the value of loss(model, *batch), or raise an error that says what is wrong with it."""
+def value_of(
+    model: Model, name: str, loss: Loss, evaluation: Evaluation, batch: tuple[Any, ...], *, vector: bool = False
+) -> Tensor:
+    """Return the value of loss(model, *batch), or raise an error that says what is wrong with it.
+
+    `vector`: it may be a vector of losses.
+    """
     taking = evaluation.taking
     active_models().append(model.ids)
     taking.losses += 1
@@ -216,7 +221,7 @@ def value_of(model: Model, name: str, loss: Loss, evaluation: Evaluation, batch:
     before = [x._version for x in evaluation.weights.values()]
     try:
         with refusing_quantised(model):
-            run = watched(model, evaluation, lambda *args: value_and_aux(name, loss(*args)))
+            run = watched(model, evaluation, lambda *args: value_and_aux(name, loss(*args), vector=vector))
             value, aux = model.call(run, evaluation, batch)
         model.seen.aux[name] = as_aux(model, aux)
     except TypeError as error:
