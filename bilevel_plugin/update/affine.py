@@ -1,4 +1,4 @@
-"""The derivative of an update that is affine in each entry, w⁺ = c_ww·w + c_wb·b + c_wd·d, and b⁺ alike; without a graph.
+"""The derivative, without a graph, of an update that is affine in each entry: w⁺ = c_ww·w + c_wb·b + c_wd·d, b⁺ alike.
 
 Such an update has the same few coefficients in every entry. The formula itself gives them, at the unit vectors. Then
 the adjoints are sums of a few tensors: ā_x = Σ_y c_yx·a_y, for all weights of a parameter group at once.
