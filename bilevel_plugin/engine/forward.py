@@ -306,7 +306,7 @@ class _ForwardTape(Tape):
                 if x is not None:
                     total[..., j] = x
             into = found.cut if owner in self._was_cut else found.direct
-            found.add(into, tensor, total.reshape(*rows, *tensor.shape))
+            found.add(into, tensor, total.reshape((*rows, *tensor.shape)))
         return found, {}
 
 
