@@ -15,7 +15,7 @@ from .check.sentinel import Sentinel
 from .engine import Engine
 from .guards.evaluation import check_batch
 from .guards.held import Held
-from .guards.seals import Seals
+from .guards.seals import Seals, versions_of
 from .inputs import as_tuple, as_weight
 from .kernels.switches import EXCLUSIVE, full_precision
 from .model.losses import Loss, code_of, scalar
@@ -309,6 +309,7 @@ class Run:
             )
         end = None if self.added else self.end(outer, loss)
         self.tape.rows = rows
+        versions = versions_of([*model.parameters.values(), *model.buffers.values()] if model.holds else [])
         try:
             with EXCLUSIVE, torch.enable_grad(), undisturbed(model):
                 with full_precision():
@@ -325,6 +326,8 @@ class Run:
         finally:
             self.tape.rows = slice(None)
             model.hold(self.z_now, self.buffers_now)
+            versions.close()  # a loss= that was computed from these weights can be differentiated again
+            model.note_versions()
         value = self.added[0] if end is None else end.value
         return found, start, len(value) if value.dim() else None
 

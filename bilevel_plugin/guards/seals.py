@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
@@ -63,3 +64,15 @@ class Seals:
 def _some_of(x: Tensor) -> Tensor:
     flat = x.detach().view(-1)
     return flat[:: max(1, len(flat) // 257)].clone()
+
+
+def versions_of(tensors: Iterable[Tensor]) -> ExitStack:
+    """Return a stack that, when it is closed, sets the versions of these tensors to what they are at this call.
+
+    Graphs that have saved a tensor are valid again if it has the same values as at that time, and refuse it by its
+    version.
+    """
+    stack = ExitStack()
+    for x in tensors:
+        stack.enter_context(torch.autograd._unsafe_preserve_version_counter(x))  # pyright: ignore
+    return stack

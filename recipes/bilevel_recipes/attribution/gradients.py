@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 
-def gradients_of(loop: Any, weights: Tensor, queries: Callable[[Any], Tensor], which: range) -> Iterator[Tensor]:
-    """Yield d loss_q / d weights for each query q of `which`, one hypergradient a query.
-
-    The losses are computed anew for each, since a hypergradient uses up their graph.
-    """
-    for q in which:
-        yield loop.hypergrad(weights, loss=queries(loop)[q], allow_unused=True)
+def gradients_of(
+    loop: Any, weights: Tensor, queries: Callable[[Any], Tensor], which: range, at_once: int = 20
+) -> Iterator[Tensor]:
+    """Yield d loss_q / d weights for each query q of `which`, from one sweep for every `at_once` of them."""
+    losses = queries(loop)
+    for begin in range(0, len(which), at_once):
+        some = which[begin : begin + at_once]
+        yield from loop.hypergrad(weights, loss=losses[some.start : some.stop], allow_unused=True)
