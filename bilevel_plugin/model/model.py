@@ -71,6 +71,7 @@ class Seen:
     aux: dict[str, Any] = field(default_factory=dict[str, Any])  # what the losses last returned beside their values
     states: WeakTensors = field(default_factory=WeakTensors)  # weights of steps that the user was given
     derived: WeakTensors = field(default_factory=WeakTensors)  # what depends on the weights, and has no graph
+    plans: dict[object, Any] = field(default_factory=dict[object, Any])  # where its losses hold what (guards/holding)
     warns: bool = True  # whether a buffer that is changed and read is warned of
 
 

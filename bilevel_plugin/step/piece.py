@@ -17,6 +17,7 @@ from ..autograd.derive import grad
 from ..autograd.missing import explained
 from ..autograd.trees import Pairs, State
 from ..guards.evaluation import as_aux, first_look, leaves_of_loss, writes_to_weight
+from ..guards.holding import snapshot
 from ..kernels.replace import full_precision, is_stopped
 from ..model.losses import Loss, active_models, check_arguments, value_and_aux
 from ..model.model import Evaluation, Model
@@ -142,12 +143,13 @@ class Piece:
     def begin(self, k: int, cut: Pairs, buffers: State) -> None:
         """Record the conditions of the first evaluation, which begins now."""
         self.buffers = buffers
+        held = snapshot(self.model, [t.loss for t in self.terms])
         fetched = next((t.batch for t in self.terms if isinstance(t.batch, Fetched)), None)
         if fetched is not None and fetched.flow:
             conditions = fetched.source.conditions
         else:
-            conditions = Conditions(self.model, others=fetched is not None)
-        self._record = Record(k, conditions, cut)
+            conditions = Conditions(self.model, others=fetched is not None or held.plan.draws)
+        self._record = Record(k, conditions, cut, held)
 
     def note(self, evaluation: Evaluation, found: Found, since: int, known: set[object] | None = None) -> None:
         """Record what the first evaluation has used; `known` has the losses whose outer variables are known."""

@@ -17,23 +17,19 @@ import torch
 from torch import Tensor
 
 from ..autograd.trees import Pairs, State, tensors_of
+from ..guards.holding import Snapshot
 from ..model.model import Model
 from ..model.session import NESTED
 from .conditions import Conditions
-
-_CHANGED = (
-    "Something that h, g or direction= reads has changed since, and is no tensor of the batch: a closed-over tensor or "
-    "number, Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, draw with torch, or use "
-    "engine='unroll', which runs nothing again."
-)
 
 
 class Record:
     """What an evaluation used, and what it found: values, and the outer variables in its graph."""
 
-    __slots__ = ("conditions", "cut", "k", "leaves", "of_step", "seals", "values")
+    __slots__ = ("conditions", "cut", "held", "k", "leaves", "of_step", "seals", "values")
 
-    def __init__(self, k: int, conditions: Conditions, cut: Pairs, *, of_step: bool = True) -> None:
+    def __init__(self, k: int, conditions: Conditions, cut: Pairs, held: Snapshot, *, of_step: bool = True) -> None:
+        self.held = held
         self.k, self.conditions, self.cut, self.of_step = k, conditions, cut, of_step
         self.leaves: list[Tensor] = []
         self.values: tuple[float | Tensor, ...] = ()  # the values of the losses on this process
@@ -87,7 +83,7 @@ class Record:
             what = f"{self.where}, run again for the hypergradient, ended elsewhere or saw another loss"
         else:
             what = f"{self.where}, evaluated again for the hypergradient, has another value"
-        return RuntimeError(f"bilevel.inner: {what}. {_CHANGED}")
+        return RuntimeError(f"bilevel.inner: {what}. {self.held.cause()}")
 
     def share_with(self, before: Record) -> None:
         """Share equal objects with the record before, since a loop may have thousands of them."""
