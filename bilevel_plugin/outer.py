@@ -16,7 +16,7 @@ from .engine import OuterLoss
 from .guards.evaluation import disconnected, refuse_hidden_parameter
 from .guards.held import warn_if_read
 from .guards.holding import snapshot
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss
 from .model.model import Evaluation, Model
 from .model.tasks import joined, row_of
@@ -156,7 +156,7 @@ class LossOfBatch(OuterLoss):
         model = self._run.model
         held = snapshot(model, [self._g])
         conditions = Conditions(model, others=held.plan.draws)
-        record = self._recording = Record(self._k, conditions, self.cut, held, of_step=False)
+        record = self._recording = Record(self._k, conditions, self.cut, held, of="the outer loss")
         self._evaluate(None, lambda evaluation, traced: None, twice=False)
         record.note([self._here], self.leaves, [("g", (self.batch, self.weight))])
         record.seal(self.leaves, model)

@@ -10,7 +10,15 @@ import bilevel_plugin
 
 # Parts for solvers, engines and updates of one's own: docs/extending.md, which the tests run, has their examples.
 IN_EXTENDING = {"Engine", "OuterLoss", "Step", "StepRule", "Tape", "Traced", "Update", "traced"}
-TYPES = {"Gradients", "Rate", "State", "Value", "DerivativeWarning", "Loop"}  # Loop: its methods have examples
+TYPES = {
+    "Gradients",
+    "Rate",
+    "State",
+    "Value",
+    "DerivativeWarning",
+    "Loop",
+    "Forecast",
+}  # Loop: its methods have examples
 METHODS = {"accumulate", "backward", "commit_", "hypergrad", "run", "step"}
 
 

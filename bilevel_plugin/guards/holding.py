@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ..autograd.contents import OPAQUE, Place, names_in, places_in, read
 from ..model.losses import Loss, WithKeywords
@@ -57,7 +58,7 @@ class Plan:
     last: tuple[Any, ...] = ()  # the last marks, which steps share while nothing changes
 
     def marks(self) -> tuple[Any, ...]:
-        new = tuple([_mark(p.now(), p.sampled) for p in self.places])
+        new = tuple([mark(p.now(), p.sampled) for p in self.places])
         if new != self.last:
             self.last = new
         return self.last
@@ -74,7 +75,7 @@ class Snapshot:
         """Name a tensor that was changed since by NumPy or through .data, which leaves its version unchanged."""
         for p, then in zip(self.plan.places, self.marks, strict=True):
             if type(then) is _OfTensor and then.sample is not None and isinstance(x := p.now(), Tensor):
-                now = _mark(x, sampled=True)
+                now = mark(x, sampled=True)
                 if now[:2] == then[:2] and now.sample != then.sample and not x.requires_grad:
                     return f"the tensor {p.name!r} (shape {tuple(x.shape)}), which {p.whose} holds,"
         return None
@@ -153,7 +154,7 @@ def _add(plan: Plan, place: Place, name: str, whose: str, depth: int, seen: set[
         return
     name = f"{name}{key}" if key.startswith("[") else f"{name}.{key}".lstrip(".")
     if not isinstance(value, (types.FunctionType, types.MethodType, nn.Module)):
-        sampled = sum(p.sampled for p in plan.places) < _SAMPLED and (isinstance(value, Tensor) or _is_array(value))
+        sampled = sum(p.sampled for p in plan.places) < _SAMPLED and (isinstance(value, Tensor) or is_array(value))
         plan.places.append(_Named(name, whose, holder, index, sampled))
     _walk(plan, value, name, whose, depth - 1, seen)
 
@@ -163,11 +164,19 @@ def _is_global_generator(x: Any) -> bool:
     return isinstance(x, random.Random) or (numpy is not None and isinstance(x, numpy.RandomState))
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
     return type(x).__module__ == "numpy" and hasattr(x, "tobytes")
 
 
-def _mark(x: Any, sampled: bool = False) -> Any:
+def leaves_of(batch: Any) -> list[Any]:
+    """Return what a batch holds that may be changed."""
+    leaves = batch if type(batch) is tuple else pytree.tree_leaves(batch)
+    if any(isinstance(x, (list, dict, tuple)) for x in leaves):
+        leaves = pytree.tree_leaves(leaves)
+    return [x for x in leaves if isinstance(x, Tensor) or is_array(x)]
+
+
+def mark(x: Any, sampled: bool = False) -> Any:
     """Return what stands for a value: itself, if it is a number or a string, or something small."""
     if type(x) in _PLAIN:
         return x
@@ -177,7 +186,7 @@ def _mark(x: Any, sampled: bool = False) -> Any:
         return id(x), len(cast("list[Any]", x))
     if isinstance(x, torch.Generator):
         return hash(x.get_state().numpy().tobytes()) if x.device.type == "cpu" else id(x)
-    if sampled and _is_array(x):
+    if sampled and is_array(x):
         return id(x), hash(x.ravel()[:: max(1, x.size // _ENTRIES)].tobytes())
     if (state := getattr(x, "bit_generator", None)) is not None:
         return hash(repr(state.state))
@@ -186,17 +195,16 @@ def _mark(x: Any, sampled: bool = False) -> Any:
 
 def _rank(x: Any) -> int:
     """Return how likely a change of a thing is a cause: a number or a tensor more than a list, which may be a log."""
-    return 0 if type(x) in _PLAIN or isinstance(x, Tensor) or _is_array(x) else 2 if isinstance(x, (list, dict)) else 1
+    return 0 if type(x) in _PLAIN or isinstance(x, Tensor) or is_array(x) else 2 if isinstance(x, (list, dict)) else 1
 
 
 def _sample(x: Tensor) -> int | None:
     """Return a checksum of some entries of a tensor on the host."""
     if x.device.type != "cpu" or x.layout != torch.strided or not x.is_contiguous() or x.is_quantized:
         return None
-    flat = x.detach().view(-1)
-    flat = flat[:: max(1, flat.shape[0] // _ENTRIES)]
     try:
-        return hash(flat.numpy().tobytes())
+        flat = x.detach().numpy().ravel()
+        return hash(flat[:: max(1, flat.size // _ENTRIES)].tobytes())
     except (TypeError, RuntimeError):  # a type that NumPy does not have, or a tensor without values
         return None
 
@@ -204,7 +212,7 @@ def _sample(x: Tensor) -> int | None:
 def _changed(p: _Named, then: Any) -> str | None:
     """Say how a place has changed since its mark, or return None if it has not."""
     x = p.now()
-    if (now := _mark(x, p.sampled)) == then:
+    if (now := mark(x, p.sampled)) == then:
         return None
     of = f"{p.name!r}, which {p.whose} reads," if not p.whose.startswith("the m") else f"{p.name!r} of {p.whose}"
     if x is _GONE:
@@ -216,7 +224,7 @@ def _changed(p: _Named, then: Any) -> str | None:
         )
     if type(now) in _PLAIN and type(then) in _PLAIN:
         return f"{of} was {then!r} in this step, and is {now!r} at this moment. Pass it in the batch."
-    if isinstance(x, Tensor) or _is_array(x):
+    if isinstance(x, Tensor) or is_array(x):
         kind = "tensor" if isinstance(x, Tensor) else "array"
         same = isinstance(then, tuple) and now[0] == cast("tuple[Any, ...]", then)[0]
         how = "was changed after this step used it" if same else "is another one than in this step"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..autograd.trees import Pairs, State, tensors_of
-from ..guards.holding import Snapshot
+from ..guards.holding import Snapshot, leaves_of, mark
 from ..model.model import Model
 from ..model.session import NESTED
 from .conditions import Conditions
@@ -26,23 +26,26 @@ from .conditions import Conditions
 class Record:
     """What an evaluation used, and what it found: values, and the outer variables in its graph."""
 
-    __slots__ = ("conditions", "cut", "held", "k", "leaves", "of_step", "seals", "values")
+    __slots__ = ("conditions", "cut", "held", "k", "leaves", "of", "samples", "seals", "values")
 
-    def __init__(self, k: int, conditions: Conditions, cut: Pairs, held: Snapshot, *, of_step: bool = True) -> None:
+    def __init__(self, k: int, conditions: Conditions, cut: Pairs, held: Snapshot, *, of: str = "") -> None:
         self.held = held
-        self.k, self.conditions, self.cut, self.of_step = k, conditions, cut, of_step
+        self.k, self.conditions, self.cut = k, conditions, cut
+        self.of = of  # what was evaluated, if it is not a step
         self.leaves: list[Tensor] = []
         self.values: tuple[float | Tensor, ...] = ()  # the values of the losses on this process
+        self.samples: list[tuple[str, Any, Any]] = []  # what its batches held, with marks of their values
         self.seals: list[tuple[str, Tensor, int]] = []  # what it used, with the versions of then
 
     @property
     def where(self) -> str:
-        return f"step k = {self.k}" if self.of_step else f"the outer loss after step k = {self.k}"
+        return f"{self.of} after step k = {self.k}" if self.of else f"step k = {self.k}"
 
     def note(self, values: Iterable[Tensor], leaves: Sequence[Tensor], batches: Sequence[tuple[str, Any]]) -> None:
         """Record the values of the losses, the outer variables that they use, and the tensors of their batches."""
         self.values = tuple(x.item() if x.device.type == "cpu" else x for x in values)
         self.leaves = list(leaves)
+        self.samples = [(n, x, mark(x, sampled=True)) for n, b in batches for x in leaves_of(b)]
         self.seals = [(f"a tensor in the batch of {n}", x, x._version) for n, b in batches for x in tensors_of(b)]
 
     def seal(self, leaves: Iterable[Tensor], model: Model) -> None:
@@ -79,11 +82,22 @@ class Record:
 
     def differs(self) -> RuntimeError:
         """Return the error for a repetition with another result."""
-        if self.of_step:
-            what = f"{self.where}, run again for the hypergradient, ended elsewhere or saw another loss"
-        else:
+        if self.of:
             what = f"{self.where}, evaluated again for the hypergradient, has another value"
-        return RuntimeError(f"bilevel.inner: {what}. {self.held.cause()}")
+        else:
+            what = f"{self.where}, run again for the hypergradient, ended elsewhere or saw another loss"
+        return RuntimeError(f"bilevel.inner: {what}. {self._cause()}")
+
+    def _cause(self) -> str:
+        """Say what has changed since."""
+        for name, x, then in self.samples:
+            if mark(x, sampled=True) != then:
+                shape = f" (shape {tuple(x.shape)})" if hasattr(x, "shape") else ""
+                return (
+                    f"A {type(x).__name__} in the batch of {name}{shape} was changed after the step used it. Give each "
+                    "step a batch of its own (.clone(), .copy()), or take the hypergradient before changing it."
+                )
+        return self.held.cause()
 
     def share_with(self, before: Record) -> None:
         """Share equal objects with the record before, since a loop may have thousands of them."""

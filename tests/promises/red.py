@@ -53,16 +53,6 @@ RED: Red = {
             {"hypergrad": "reverse sqrt memory blocks unroll", "backward": "reverse sqrt memory blocks unroll"},
         ),
     },
-    "test_promises_batches.py": {
-        "test_a_loss_that_changes_its_batch": (
-            "a loss that pops from its batch, or edits it in place",
-            {
-                "popped from a dict": "reverse sqrt blocks",
-                "popped from a list": "reverse sqrt blocks",
-                "popped from a dict in a dict": "reverse sqrt blocks",
-            },
-        )
-    },
     "test_promises_blocks.py": {
         "test_what_a_block_gives_and_reads": (
             "blocks= does not see attributes, hooks, lists, a momentum that moves",
