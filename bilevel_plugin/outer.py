@@ -16,6 +16,7 @@ from .autograd.trees import Pairs, State, cut_graph
 from .engine import OuterLoss
 from .guards.evaluation import disconnected, refuse_hidden_parameter
 from .guards.held import warn_if_read
+from .guards.holding import snapshot
 from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss
 from .model.model import Evaluation, Model
@@ -156,7 +157,9 @@ class LossOfBatch(OuterLoss):
     def kept(self) -> OuterLoss:
         """Record this loss, which is evaluated again when the sweep reaches its step."""
         model = self._run.model
-        record = self._recording = Record(self._k, Conditions(model), self.cut, of="the outer loss")
+        held = snapshot(model, [self._g])
+        conditions = Conditions(model, others=held.plan.draws)
+        record = self._recording = Record(self._k, conditions, self.cut, held, of="the outer loss")
         self._evaluate(None, lambda evaluation, traced: None, twice=False)
         record.note(_entries(self._here).values(), self.leaves, [("g", (self.batch, self.weight))])
         record.seal(self.leaves, model)

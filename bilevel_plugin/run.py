@@ -188,6 +188,7 @@ class Run:
         """Record what kept graphs refer to, so that a later change of it is noticed."""
         for piece in pieces:
             if self.engine.keeps_graphs:
+                self.seals.note_held(piece.record.k, piece.record.held)
                 for t in piece.terms:
                     self.seals.note_batch(piece.record.k, t.name, t.batch)
             if self.engine.keeps_graphs or self.engine.traces_steps:

@@ -219,9 +219,7 @@ def test_rows_pass_through_the_graph_behind_a_batch_and_to_the_initial_weights()
         inputs = [*encoder.parameters(), *weights]
         found = loop.hypergrad(inputs, queries=3, retain_graph=True)
         x, y = problem.test
-        each = [
-            loop.hypergrad(inputs, outer=(x[i : i + 1], y[i : i + 1]), retain_graph=True) for i in range(QUERIES)
-        ]
+        each = [loop.hypergrad(inputs, outer=(x[i : i + 1], y[i : i + 1]), retain_graph=True) for i in range(QUERIES)]
         wanted = [torch.cat([g.reshape(1, *p.shape) for g in gs]) for p, gs in zip(inputs, zip(*each), strict=True)]
         assert_same(found, wanted)
 
@@ -276,7 +274,9 @@ def test_the_value_is_the_vector_and_backward_refuses_it():
             loop.run(2, outer=problem.test)
             assert torch.allclose(loop.value, problem.g(loop, *problem.test))
             for inputs in (None, [problem.lam]):
-                with pytest.raises(ValueError, match=r"backward\(\) takes a scalar, and the outer loss is a vector of 4"):
+                with pytest.raises(
+                    ValueError, match=r"backward\(\) takes a scalar, and the outer loss is a vector of 4"
+                ):
                     loop.backward(inputs)
             loop.add_outer_loss()
             with pytest.raises(ValueError, match="Sum it"):

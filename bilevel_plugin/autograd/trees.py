@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, MutableSequence
 from typing import Any
 
 import torch
@@ -26,6 +27,13 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if _is_flat(tree):
         return tuple(map(function, tree))
     return pytree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+
+
+def with_fresh_containers(tree: Any) -> Any:
+    """Return the same leaves in new lists and dicts, which may be changed."""
+    if _is_flat(tree):
+        return tree
+    return pytree.tree_map(lambda x: copy.copy(x) if isinstance(x, (MutableMapping, MutableSequence)) else x, tree)
 
 
 def _is_flat(tree: Any) -> bool:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Generator, Mapping
-from typing import Any, cast
+from collections.abc import Generator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..autograd.contents import OPAQUE, places_in, read
+
 _DEPTH = 4
-_ENTRIES = 32  # of a list or a dict; a longer one holds data
-_OPAQUE = (type, types.ModuleType, torch.dtype, torch.device, torch.Size, torch.Generator, types.BuiltinFunctionType)
 
 
 def held(x: Any, name: str = "", depth: int = _DEPTH, seen: set[int] | None = None) -> Generator[tuple[str, Any]]:
@@ -27,43 +25,13 @@ def held(x: Any, name: str = "", depth: int = _DEPTH, seen: set[int] | None = No
         return
     seen.add(id(x))
     for key, value in _contents(x):
-        if isinstance(value, _OPAQUE):
+        if isinstance(value, (*OPAQUE, torch.Generator)):
             continue
         yield from held(value, f"{name}{key}" if key.startswith("[") else f"{name}.{key}".lstrip("."), depth - 1, seen)
 
 
 def _contents(x: Any) -> list[tuple[str, Any]]:
-    if isinstance(x, functools.partial):
-        return [("func", x.func), *((f"[{i}]", y) for i, y in enumerate(x.args)), *x.keywords.items()]
-    if isinstance(x, types.MethodType):
-        return [("__func__", x.__func__), ("self", x.__self__)]
-    if isinstance(x, types.FunctionType):
-        return _of_function(x)
-    if isinstance(x, (list, tuple)) and len(cast("list[Any]", x)) <= _ENTRIES:
-        return [(f"[{i}]", y) for i, y in enumerate(cast("list[Any]", x))]
-    if isinstance(x, Mapping) and len(cast("Mapping[Any, Any]", x)) <= _ENTRIES:
-        return [(f"[{key!r}]", y) for key, y in cast("Mapping[Any, Any]", x).items()]
-    if isinstance(x, (Tensor, str, bytes, int, float, complex, type(None))):
-        return []
-    home = type(x).__module__.partition(".")[0]
-    if home in ("torch", "builtins", "numpy", "bilevel_plugin") and not isinstance(x, nn.Module):
-        return []
-    inside = dict(cast("dict[str, Any]", getattr(x, "__dict__", {})))
-    if isinstance(x, nn.Module):
-        inside |= {**inside.pop("_parameters"), **inside.pop("_buffers"), **inside.pop("_modules")}
-        inside = {n: y for n, y in inside.items() if not n.startswith("_")}
-    return list(inside.items())
-
-
-def _of_function(f: types.FunctionType) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:  # not filled yet
-            continue
-    found += [(n, f.__globals__[n]) for n in f.__code__.co_names if n in f.__globals__]
-    return [*found, *zip(f.__code__.co_varnames, f.__defaults__ or (), strict=False)]
+    return [(key, read(holder, index)) for key, holder, index in places_in(x)]
 
 
 def switches(x: Any) -> object:

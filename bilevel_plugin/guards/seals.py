@@ -11,6 +11,7 @@ from torch import Tensor
 from ..autograd.trees import tensors_of
 from ..model.model import Model
 from ..model.session import NESTED
+from .holding import Snapshot
 
 _RECENT = 8  # a batch that one of so many tensors before it was is sampled once
 
@@ -21,6 +22,7 @@ class Seals:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._variables: list[tuple[Tensor, int]] = []  # with their versions
+        self._held: list[tuple[int, Snapshot]] = []
         self._samples: list[tuple[int, str, Tensor, Tensor]] = []  # some entries of the tensors of batches
 
     def note_variables(self, leaves: Iterable[Tensor]) -> None:
@@ -34,6 +36,11 @@ class Seals:
         for x in tensors_of(batch):
             if id(x) not in known and x.device.type == "cpu" and x.layout == torch.strided and x.is_contiguous():
                 self._samples.append((k, name, x, _some_of(x)))
+
+    def note_held(self, k: int, held: Snapshot) -> None:
+        """Note what the losses of a graph held."""
+        if not self._held or self._held[-1][1].marks is not held.marks:  # else nothing has changed in between
+            self._held.append((k, held))
 
     def check_variables(self) -> None:
         """Refuse an outer variable that has changed since a graph used it."""
@@ -51,7 +58,14 @@ class Seals:
                 )
 
     def check_batches(self) -> None:
-        """Refuse a batch that was refilled since a graph used it."""
+        """Refuse a batch, or a tensor that a loss holds, that was refilled since a graph used it."""
+        for k, held in self._held:
+            if (what := held.refilled()) is not None:
+                raise RuntimeError(
+                    f"bilevel.inner: {what} was changed after step k = {k} used it (by NumPy, or through .data), and "
+                    "the graph of that step may refer to it. Give each step a tensor of its own (.clone()), in its "
+                    "batch, or take the hypergradient before refilling it."
+                )
         for k, name, x, before in self._samples:
             if not torch.equal(_some_of(x), before) and not bool(torch.isnan(before.double()).any()):
                 raise RuntimeError(

@@ -93,6 +93,7 @@ class Seen:
     states: WeakTensors = field(default_factory=WeakTensors)  # weights of steps that the user was given
     derived: WeakTensors = field(default_factory=WeakTensors)  # what depends on the weights, and has no graph
     small: set[object] = field(default_factory=set[object])  # kinds of pieces that have no large product
+    plans: dict[object, Any] = field(default_factory=dict[object, Any])  # where its losses hold what (guards/holding)
     warns: bool = True  # whether a buffer that is changed and read is warned of
 
 

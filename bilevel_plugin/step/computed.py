@@ -22,6 +22,7 @@ from ..autograd.trees import Pairs, State, cut_graph, map_tensors, tensors_of
 from ..autograd.weak import COMPUTED
 from ..guards.evaluation import refuse_hidden_parameter
 from ..guards.held import warn_if_read
+from ..guards.holding import snapshot
 from ..kernels.switches import full_precision
 from ..model.losses import active_models
 from ..model.model import Evaluation, Model
@@ -57,7 +58,9 @@ class Computed:
         self._versions: list[int] = []
         self._twice = False  # whether its derivative is differentiated again
         self.name = f"loop.compute({getattr(function, '__name__', type(function).__name__)})"
-        self.record = Record(k, Conditions(model), self.cut, of=f"the value of {self.name}")
+        held = snapshot(model, [function])
+        conditions = Conditions(model, others=held.plan.draws)
+        self.record = Record(k, conditions, self.cut, held, of=f"the value of {self.name}")
 
     @property
     def numbers(self) -> Sequence[Tensor]:

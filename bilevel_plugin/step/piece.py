@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ..autograd.derive import grad
 from ..autograd.missing import explained
-from ..autograd.trees import Pairs, State
+from ..autograd.trees import Pairs, State, with_fresh_containers
 from ..guards.evaluation import as_aux, leaves_of_loss, refusing_quantised, watched, writes_to_weight
+from ..guards.holding import snapshot
 from ..kernels.stopping import is_stopped
 from ..kernels.switches import full_precision
 from ..model.losses import Loss, active_models, check_arguments, value_and_aux
@@ -40,8 +41,8 @@ class Term(NamedTuple):
     share: float = 1.0
 
     def given(self) -> tuple[Any, ...]:
-        """Return the batch, which may have to be fetched."""
-        return self.batch.again() if isinstance(self.batch, Fetched) else self.batch
+        """Return the batch, which may have to be fetched, in containers of its own: a loss may pop from them."""
+        return self.batch.again() if isinstance(self.batch, Fetched) else with_fresh_containers(self.batch)
 
 
 @dataclass
@@ -147,12 +148,13 @@ class Piece:
     def begin(self, k: int, cut: Pairs, buffers: State) -> None:
         """Record the conditions of the first evaluation, which begins now."""
         self.buffers = buffers
+        held = snapshot(self.model, [t.loss for t in self.terms])
         fetched = next((t.batch for t in self.terms if isinstance(t.batch, Fetched)), None)
         if fetched is not None and fetched.flow:
             conditions = fetched.source.conditions
         else:
-            conditions = Conditions(self.model, others=fetched is not None)
-        self._record = Record(k, conditions, cut)
+            conditions = Conditions(self.model, others=fetched is not None or held.plan.draws)
+        self._record = Record(k, conditions, cut, held)
 
     def note(self, evaluation: Evaluation, found: Found, since: int) -> None:
         """Record what the first evaluation has used."""

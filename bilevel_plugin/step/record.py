@@ -17,27 +17,24 @@ import torch
 from torch import Tensor
 
 from ..autograd.trees import Pairs, State, tensors_of
+from ..guards.holding import Snapshot, leaves_of, mark
 from ..model.model import Model
 from ..model.session import NESTED
 from .conditions import Conditions
-
-_CHANGED = (
-    "Something that h, g or direction= reads has changed since, and is no tensor of the batch: a closed-over tensor or "
-    "number, Python's or NumPy's random numbers, a counter in the model. Pass it in the batch, draw with torch, or use "
-    "engine='unroll', which runs nothing again."
-)
 
 
 class Record:
     """What an evaluation used, and what it found: values, and the outer variables in its graph."""
 
-    __slots__ = ("conditions", "cut", "k", "leaves", "of", "seals", "values")
+    __slots__ = ("conditions", "cut", "held", "k", "leaves", "of", "samples", "seals", "values")
 
-    def __init__(self, k: int, conditions: Conditions, cut: Pairs, *, of: str = "") -> None:
+    def __init__(self, k: int, conditions: Conditions, cut: Pairs, held: Snapshot, *, of: str = "") -> None:
+        self.held = held
         self.k, self.conditions, self.cut = k, conditions, cut
         self.of = of  # what was evaluated, if it is not a step
         self.leaves: list[Tensor] = []
         self.values: tuple[float | Tensor, ...] = ()  # the values of the losses on this process
+        self.samples: list[tuple[str, Any, Any]] = []  # what its batches held, with marks of their values
         self.seals: list[tuple[str, Tensor, int]] = []  # what it used, with the versions of then
 
     @property
@@ -48,6 +45,7 @@ class Record:
         """Record the values of the losses, the outer variables that they use, and the tensors of their batches."""
         self.values = tuple(x.item() if x.device.type == "cpu" else x for x in values)
         self.leaves = list(leaves)
+        self.samples = [(n, x, mark(x, sampled=True)) for n, b in batches for x in leaves_of(b)]
         self.seals = [(f"a tensor in the batch of {n}", x, x._version) for n, b in batches for x in tensors_of(b)]
 
     def seal(self, leaves: Iterable[Tensor], model: Model) -> None:
@@ -88,7 +86,18 @@ class Record:
             what = f"{self.where}, evaluated again for the hypergradient, has another value"
         else:
             what = f"{self.where}, run again for the hypergradient, ended elsewhere or saw another loss"
-        return RuntimeError(f"bilevel.inner: {what}. {_CHANGED}")
+        return RuntimeError(f"bilevel.inner: {what}. {self._cause()}")
+
+    def _cause(self) -> str:
+        """Say what has changed since."""
+        for name, x, then in self.samples:
+            if mark(x, sampled=True) != then:
+                shape = f" (shape {tuple(x.shape)})" if hasattr(x, "shape") else ""
+                return (
+                    f"A {type(x).__name__} in the batch of {name}{shape} was changed after the step used it. Give each "
+                    "step a batch of its own (.clone(), .copy()), or take the hypergradient before changing it."
+                )
+        return self.held.cause()
 
     def share_with(self, before: Record) -> None:
         """Share equal objects with the record before, since a loop may have thousands of them."""
