@@ -134,28 +134,14 @@ class Inner:
         local: Inputs,
         check: Check,
     ) -> None:
-        for name, loss in (("h", h), ("g", g)):
-            if not callable(loss) and not (name == "g" and loss is None):
-                raise TypeError(
-                    f"bilevel.inner: {name} must be a function of (model, *batch), got {type(loss).__name__}. The "
-                    "order of the arguments is bilevel.inner(model, h, g)."
-                )
-            if hasattr(loss, "_torchdynamo_orig_callable"):
-                raise TypeError(
-                    f"bilevel.inner: {name} is torch.compile'd, and a compiled function has no second derivative. Give "
-                    "the function as it was before compiling; Reverse(compile=True) compiles the steps."
-                )
+        _refuse_losses(h, g)
         if check not in ("first", "always", False):
             raise ValueError(f"bilevel.inner: check= takes 'first', 'always' or False, got {check!r}.")
         self._losses = h, g
         self._check: Check = check
         self._optimizers, self._formula = resolve_optimizer(optimizer)
-        if self._optimizers and isinstance(lr, (int, float)):
-            raise ValueError(
-                f"bilevel.inner: lr={lr} and optimizer= were both given, but the optimizer has its own rate. Leave out "
-                "lr=, or leave out optimizer=. (If lr= is a tensor or a function of k, it multiplies the optimizer's "
-                "rates.)"
-            )
+        if self._optimizers:
+            _refuse_rate(lr)
         self._rule, self._rate = solvers.resolve(solver, lr, optimizer is not None)
         self._engine = engines.resolve(engine)
         self._direction, self._clip = checked_direction(direction), resolve_clip(clip, model, self._optimizers)
@@ -164,26 +150,28 @@ class Inner:
         if unused not in ("skip", "zero"):
             raise ValueError(f"bilevel.inner: unused= takes 'skip' or 'zero', got {unused!r}.")
         self._unused = unused
-        for name, given in (("clip=", clip), ("direction=", direction)):
-            if given is not None and optimizer is None and self._rate is None:
-                raise ValueError(
-                    f"bilevel.inner: {name} and a solver object were both given. The rates of a solver object are part "
-                    "of the direction. Give the rate by lr= or optimizer=, and the solver by name."
-                )
+        if optimizer is None and self._rate is None:
+            _refuse_transforms(clip=clip, direction=direction)
         self._model, self._tasks = model, tasks
         self._group = None if group is None else weakref.ref(group)  # gloo aborts if it is referenced past its end
         self._local = () if isinstance(local, tuple) and not local else tuple(flatten(local).values())
-        if group is None and self._local:
+        self._refuse_group()
+        self._open: defaultdict[int, list[Loop]] = defaultdict(list)  # by thread, since a decorator may run in several
+        _, update = self._bind()
+        self._refuse_needs(update)
+
+    def _refuse_group(self) -> None:
+        if self._group is None and self._local:
             raise ValueError("bilevel.inner: local= is for a group of processes. Give group=, or leave out local=.")
-        if group is not None and tasks is not None:
+        if self._group is not None and self._tasks is not None:
             raise ValueError(
                 "bilevel.inner: tasks= and group= were both given. Tasks do not share weights. Give each rank its own "
                 "tasks, without group=, and wrap what they share (an encoder) in DistributedDataParallel."
             )
-        if group is not None and self._engine.refuses_group:
+        if self._group is not None and self._engine.refuses_group:
             raise ValueError(f"bilevel.inner: {self._engine.refuses_group}; engine='reverse' takes a group.")
-        self._open: defaultdict[int, list[Loop]] = defaultdict(list)  # by thread, since a decorator may run in several
-        _, update = self._bind()
+
+    def _refuse_needs(self, update: UpdateRule) -> None:
         for need in self._engine.needs:
             why = self._rule.lacks(need) or update.lacks(need)
             if why:
@@ -261,6 +249,38 @@ class Inner:
                 return function(loop, *args, **kwargs)
 
         return wrapped
+
+
+def _refuse_losses(h: Loss, g: Loss | None) -> None:
+    for name, loss in (("h", h), ("g", g)):
+        if not callable(loss) and not (name == "g" and loss is None):
+            raise TypeError(
+                f"bilevel.inner: {name} must be a function of (model, *batch), got {type(loss).__name__}. The "
+                "order of the arguments is bilevel.inner(model, h, g)."
+            )
+        if hasattr(loss, "_torchdynamo_orig_callable"):
+            raise TypeError(
+                f"bilevel.inner: {name} is torch.compile'd, and a compiled function has no second derivative. Give "
+                "the function as it was before compiling; Reverse(compile=True) compiles the steps."
+            )
+
+
+def _refuse_rate(lr: Rate | None) -> None:
+    if isinstance(lr, (int, float)):
+        raise ValueError(
+            f"bilevel.inner: lr={lr} and optimizer= were both given, but the optimizer has its own rate. Leave out "
+            "lr=, or leave out optimizer=. (If lr= is a tensor or a function of k, it multiplies the optimizer's "
+            "rates.)"
+        )
+
+
+def _refuse_transforms(**given: float | Transform | None) -> None:
+    for name, function in given.items():
+        if function is not None:
+            raise ValueError(
+                f"bilevel.inner: {name}= and a solver object were both given. The rates of a solver object are part "
+                "of the direction. Give the rate by lr= or optimizer=, and the solver by name."
+            )
 
 
 __all__ = ["Inner", "Loop", "Losses", "inner"]

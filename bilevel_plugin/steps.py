@@ -23,7 +23,7 @@ from .step.piece import Piece, Term
 from .step.pieces import pieces_of
 from .step.reduction import reductions_of
 from .step.step import Step
-from .update.prepared import Prepared
+from .update.prepared import Call, Prepared
 from .update.solvers import Value
 from .update.update import Update
 
@@ -218,10 +218,7 @@ def take(
             run.held.check_not_written(run.z, k)
             run.open = step
             if close:
-                update = run.prepare(run.update.at_step(k), k, only)
-                if hooks is not None and all(piece.hooks is None for piece in step.pieces):
-                    update = Prepared([hooks], update)
-                _close(run, step, update)
+                _close(run, step, _update_of(run, step, only, hooks))
         except BaseException:
             step.pieces, step.open, step.calls = before  # what this call has added is dropped
             run.open = step if step.calls else None
@@ -230,6 +227,13 @@ def take(
     _note_kept_graph(run, pieces)
     run.mark = sequence_number()
     return means
+
+
+def _update_of(run: Run, step: Step, only: frozenset[str] | None, hooks: Call | None) -> Update:
+    update = run.prepare(run.update.at_step(step.k), step.k, only)
+    if hooks is not None and all(piece.hooks is None for piece in step.pieces):
+        update = Prepared([hooks], update)
+    return update
 
 
 def _close(run: Run, step: Step, update: Update) -> None:

@@ -170,24 +170,28 @@ def _call(fetch: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "arguments of h, as strings."
         )
     for x in pytree.tree_leaves((args, named)):
-        if isinstance(x, Tensor):
-            if x.requires_grad:
-                raise ValueError(
-                    f"bilevel.inner: fetch= returned a tensor (shape {tuple(x.shape)}) that requires grad. Its "
-                    "gradient would be lost, because each call returns a new tensor. Compute it inside h, or pass the "
-                    "batch itself."
-                )
-            if x.is_nested or x.layout not in (torch.strided, torch.sparse_coo):
-                raise TypeError(
-                    f"bilevel.inner: fetch= returned a tensor that is neither dense nor sparse_coo ({x.layout}), which "
-                    "can't be compared when it is fetched again. Pass the batch itself."
-                )
-        elif not isinstance(x, (int, float, complex, str, bytes, type(None))) and not _is_array(x):
-            raise TypeError(
-                f"bilevel.inner: fetch= returned a {type(x).__name__} in its batch, which can't be compared when it "
-                "is fetched again. Return tensors, arrays, numbers and strings, or pass the batch itself."
-            )
+        _refuse_incomparable(x)
     return args, named
+
+
+def _refuse_incomparable(x: Any) -> None:
+    if isinstance(x, Tensor):
+        if x.requires_grad:
+            raise ValueError(
+                f"bilevel.inner: fetch= returned a tensor (shape {tuple(x.shape)}) that requires grad. Its "
+                "gradient would be lost, because each call returns a new tensor. Compute it inside h, or pass the "
+                "batch itself."
+            )
+        if x.is_nested or x.layout not in (torch.strided, torch.sparse_coo):
+            raise TypeError(
+                f"bilevel.inner: fetch= returned a tensor that is neither dense nor sparse_coo ({x.layout}), which "
+                "can't be compared when it is fetched again. Pass the batch itself."
+            )
+    elif not isinstance(x, (int, float, complex, str, bytes, type(None))) and not _is_array(x):
+        raise TypeError(
+            f"bilevel.inner: fetch= returned a {type(x).__name__} in its batch, which can't be compared when it "
+            "is fetched again. Return tensors, arrays, numbers and strings, or pass the batch itself."
+        )
 
 
 def _is_array(x: Any) -> bool:

@@ -76,14 +76,7 @@ def find_reduction(
         return float(model.at(z, buffers, lambda evaluation: value_alone(model, name, loss, evaluation, chosen)))
 
     with EXCLUSIVE, torch.no_grad(), undisturbed(model), _refusing_batch_statistics(name), _explained(name):
-        if _draws_random_numbers(model, lambda: value(groups[0])):
-            model.module.eval()
-            if _draws_random_numbers(model, lambda: value(groups[0])):
-                raise ValueError(
-                    f"bilevel.inner: {name} draws random numbers in eval mode as well, so that its values on the "
-                    "batch and on the parts of micro= can't be compared. Say whether it is the mean or the sum over "
-                    "the samples: loop.step(..., micro=..., reduction='mean'), or 'sum'."
-                )
+        _make_comparable(model, name, lambda: value(groups[0]))
         for group in groups:
             both = group[: len(group) // 2], group[len(group) // 2 :]
             whole, *values = map(value, (group, *both))
@@ -94,28 +87,48 @@ def find_reduction(
             allowed = unit * sum(map(abs, values))
             fits &= {r for r, x in (("mean", mean), ("sum", total)) if abs(whole - x) <= allowed}
             if not fits:
-                raise ValueError(
-                    f"bilevel.inner: {name} is neither the mean nor the sum over the samples. On {len(group)} of them "
-                    f"it is {whole:.6g}, while the mean of two parts is {mean:.6g} and their sum is {total:.6g}. "
-                    "micro= is not exact for a loss that compares samples with each other (contrastive), divides by "
-                    "weights or lengths summed over its batch (class-weighted cross entropy, padded tokens), or adds "
-                    "a regulariser to a sum. Leave out micro=, or write the loss as a mean or sum over samples. "
-                    "reduction='mean' or 'sum' skips this test."
-                )
+                raise _is_neither(name, len(group), whole, mean, total)
     if not_finite == count:  # the step will raise an error
         return None
-    if not_finite:
+    _refuse_unclear(name, not_finite > 0, len(fits) == 2)
+    return next(iter(fits))
+
+
+def _make_comparable(model: Model, name: str, call: Callable[[], object]) -> None:
+    """Set the model to eval mode if the loss draws random numbers; raise if it draws some even so."""
+    if _draws_random_numbers(model, call):
+        model.module.eval()
+        if _draws_random_numbers(model, call):
+            raise ValueError(
+                f"bilevel.inner: {name} draws random numbers in eval mode as well, so that its values on the "
+                "batch and on the parts of micro= can't be compared. Say whether it is the mean or the sum over "
+                "the samples: loop.step(..., micro=..., reduction='mean'), or 'sum'."
+            )
+
+
+def _is_neither(name: str, n: int, whole: float, mean: float, total: float) -> ValueError:
+    return ValueError(
+        f"bilevel.inner: {name} is neither the mean nor the sum over the samples. On {n} of them "
+        f"it is {whole:.6g}, while the mean of two parts is {mean:.6g} and their sum is {total:.6g}. "
+        "micro= is not exact for a loss that compares samples with each other (contrastive), divides by "
+        "weights or lengths summed over its batch (class-weighted cross entropy, padded tokens), or adds "
+        "a regulariser to a sum. Leave out micro=, or write the loss as a mean or sum over samples. "
+        "reduction='mean' or 'sum' skips this test."
+    )
+
+
+def _refuse_unclear(name: str, some_not_finite: bool, both: bool) -> None:
+    if some_not_finite:
         raise ValueError(
             f"bilevel.inner: {name} is not finite on some of the samples alone, and finite on others. It may divide by "
             "a sum over its batch (padded tokens), and micro= is not exact then. Leave out micro=, or write the loss "
             "as a mean or sum over samples. reduction='mean' or 'sum' skips this test."
         )
-    if len(fits) == 2:
+    if both:
         raise ValueError(
             f"bilevel.inner: {name} is 0 on these samples, so that it may be their mean or their sum. Say which one: "
             "loop.step(..., micro=..., reduction='mean'), or 'sum'."
         )
-    return next(iter(fits))
 
 
 def _draws_random_numbers(model: Model, call: Callable[[], object]) -> bool:
