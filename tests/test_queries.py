@@ -118,7 +118,10 @@ def one_by_one(loop: Any, inputs: list[Tensor], batch: tuple[Tensor, Tensor]) ->
     """Return what Q sweeps find."""
     x, y = batch
     each = [loop.hypergrad(inputs, outer=(x[i : i + 1], y[i : i + 1])) for i in range(len(x))]
-    return [torch.stack([g.reshape(lam.shape) for g in of_input]) for lam, of_input in zip(inputs, zip(*each))]
+    return [
+        torch.stack([g.reshape(lam.shape) for g in of_input])
+        for lam, of_input in zip(inputs, zip(*each, strict=True), strict=True)
+    ]
 
 
 def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -175,7 +178,7 @@ def test_added_vectors_are_summed_entry_by_entry(engine):
             assert loop.value.shape == (len(x),)
             found.append(loop.hypergrad(problem.inputs))
             assert_same(loop.hypergrad(problem.inputs, queries=3), found[-1])
-    assert_same(found[0], [torch.cat(parts) for parts in zip(*found[1:])])
+    assert_same(found[0], [torch.cat(parts) for parts in zip(*found[1:], strict=True)])
 
 
 def test_added_losses_of_different_lengths_are_refused():
@@ -220,7 +223,10 @@ def test_rows_pass_through_the_graph_behind_a_batch_and_to_the_initial_weights()
         found = loop.hypergrad(inputs, queries=3, retain_graph=True)
         x, y = problem.test
         each = [loop.hypergrad(inputs, outer=(x[i : i + 1], y[i : i + 1]), retain_graph=True) for i in range(QUERIES)]
-        wanted = [torch.cat([g.reshape(1, *p.shape) for g in gs]) for p, gs in zip(inputs, zip(*each), strict=True)]
+        wanted = [
+            torch.cat([g.reshape(1, *p.shape) for g in gs])
+            for p, gs in zip(inputs, zip(*each, strict=True), strict=True)
+        ]
         assert_same(found, wanted)
 
 
@@ -274,9 +280,7 @@ def test_the_value_is_the_vector_and_backward_refuses_it():
             loop.run(2, outer=problem.test)
             assert torch.allclose(loop.value, problem.g(loop, *problem.test))
             for inputs in (None, [problem.lam]):
-                with pytest.raises(
-                    ValueError, match=r"backward\(\) takes a scalar, and the outer loss is a vector of 4"
-                ):
+                with pytest.raises(ValueError, match=r"backward\(\) takes a scalar, and the outer loss is a vector"):
                     loop.backward(inputs)
             loop.add_outer_loss()
             with pytest.raises(ValueError, match="Sum it"):

@@ -114,6 +114,7 @@ def test_once_differentiable_where_one_derivative_is_enough(where, engine):
 @pytest.mark.parametrize("where", ["h", "a function inside h", "g of a step"])
 def test_compiled_functions_in_a_loss(where, engine):
     """Their backward has no derivative; what is left of the gradient looks like one."""
+    torch._dynamo.reset()  # after some recompilations it would run the function as it is
     model, lam, batch, outer = mlp(), start(), data(), data(5)
     mine, outer_loss = weighted(lam)
     squashed = torch.compile(lambda x: x.sin() * 2, backend="aot_eager")
