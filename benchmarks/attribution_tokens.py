@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.patches import Rectangle
 
 from bilevel_recipes import plots
 
 from .attribution_settings import Problem, setting, text_and_letters
 
+VISIBLE: dict[str, str] = {"\n": "↵", " ": "·"}
 SHOWN = 4  # rows that helped, and as many that hurt
 
 
@@ -30,10 +32,8 @@ def draw(found: dict[str, Any], path: Path) -> Path:
         ax.text(-0.5, -row, what, ha="right", va="center", fontsize=9, color="0.35")
         for place, (code, e) in enumerate(zip(codes.tolist(), (strength / top).tolist(), strict=True)):
             colour = plots.COLOURS[0] if e > 0 else plots.COLOURS[1]
-            ax.add_patch(
-                plots.plt.Rectangle((place, -row - 0.42), 1, 0.84, color=colour, alpha=min(1, abs(e)) * 0.8, lw=0)
-            )
-            letter = {"\n": "↵", " ": "·"}.get(letters[code], letters[code])
+            ax.add_patch(Rectangle((place, -row - 0.42), 1, 0.84, color=colour, alpha=min(1, abs(e)) * 0.8, lw=0))
+            letter = VISIBLE.get(letters[int(code)], letters[int(code)])
             ax.text(place + 0.5, -row, letter, ha="center", va="center", fontsize=9, family="monospace")
     ax.set_xlim(-4, len(lines[0][1]))
     ax.set_ylim(-len(lines) + 0.4, 0.6)

@@ -60,7 +60,9 @@ class Digits:
         """A training on these batches, and its outer variable."""
 
         def train(_: Any) -> Iterator[Any]:
-            given = {"lr": 0.5} if not how else {k: v() if k == "optimizer" else v for k, v in how.items()}
+            given: dict[str, Any] = (
+                {"lr": 0.5} if not how else {k: v() if k == "optimizer" else v for k, v in how.items()}
+            )
             with bilevel.inner(self.model, h, self.g, solver="gd", check=False, **given) as loop:
                 for i in self.batches(epochs, size):
                     loop.step(i)
@@ -89,7 +91,7 @@ def decay(seed: int) -> Problem:
     lam = torch.full((10,), 0.01).requires_grad_()
 
     def h(m: nn.Module, i: Tensor) -> Tensor:
-        return cross_entropy(m(d.x[i]), d.y[i]) + (lam * m.weight.square().sum(1)).sum()
+        return cross_entropy(m(d.x[i]), d.y[i]) + (lam * m.get_parameter("weight").square().sum(1)).sum()
 
     return d.problem(h, lam, epochs=100)
 

@@ -303,7 +303,7 @@ def test_the_demo_compares_with_the_truth(command: Command, here: Path) -> None:
     code, printed, error = command("demo", "--quiet", "--threads", "1")
     assert code == 0, error
     out = here / "runs" / "demo"
-    assert {path.name for path in out.iterdir()} == {*FILES, "comparison.png", "comparison.svg"}
+    assert {path.name for path in out.iterdir()} == {*FILES, "cleaned.npz", "comparison.png", "comparison.svg"}
     found = json.loads((out / "results.json").read_text())["comparison"]
     lists, accuracy = found["lists"], found["test_accuracy"]
     assert list(lists) == ["bilevel-clean", "checked rows alone", "cleanlab"]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from pandas.util import hash_pandas_object
 
 from .rows import Rows
 from .verdict import Verdict
@@ -53,8 +54,7 @@ def twins(rows: Rows) -> dict[int, list[int]]:
     if rows.content is None:
         return {}
     if isinstance(rows.content, pd.DataFrame):
-        hashes: Any = pd.util.hash_pandas_object
-        keys = hashes(rows.content, index=False).tolist()
+        keys = hash_pandas_object(rows.content, index=False).tolist()
     else:
         keys = [item if isinstance(item, str) else (item.shape, item.tobytes()) for item in rows.content]
     groups: dict[Any, list[int]] = defaultdict(list)

@@ -64,7 +64,8 @@ def load(path: Path) -> tuple[Rows, Verdict, dict[str, Any]]:
         )
     rows = Rows(**_unpack("rows", document.pop("rows"), arrays), content=None)
     parts = _unpack("verdict", document.pop("verdict"), arrays)
-    return rows, Verdict(**{k: Range(*v) if k in ("left", "precision") else v for k, v in parts.items()}), document
+    parts |= {name: Range(*parts[name]) for name in ("left", "precision") if name in parts}
+    return rows, Verdict(**parts), document
 
 
 def _pack(prefix: str, part: Any, arrays: dict[str, Any], leave_out: tuple[str, ...] = ()) -> dict[str, Any]:
