@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # PAGE.md COMMAND: make a page of what the command prints, with the notes of PAGE_notes.md at its end.
 PAGE := $(BIN)/python -m benchmarks.page
 
-.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan reversible cleaning cleaning-matrix paper few-shot few-shot-page bench \
+.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan reversible cleaning attribution forecasts paper few-shot few-shot-page bench \
 	bench-quick peers gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -111,13 +111,22 @@ soak: $(VENV)/.test
 # Where public data are: make cleaning DATA='dir1 dir2'. What is missing there is not run.
 ROOTS = $(foreach d,$(DATA),--data-root $(d))
 
-# Finding wrong labels beside cleanlab, on many kinds of data: about half an hour on one core. It goes on where it was interrupted.
+# Finding wrong labels beside cleanlab, on many kinds of data; reviews by someone who is always right; odd data: about an hour on one
+# core. It goes on where it was interrupted.
 cleaning: $(VENV)/.test
 	$(BIN)/python -m benchmarks.cleaning --seeds 3 --first-seed 100 --threads 1 --out docs/results $(ROOTS)
+	$(BIN)/python -m benchmarks.cleaning_review --out docs/results $(ROOTS)
+	$(BIN)/python -m benchmarks.cleaning_odd --out docs/results $(ROOTS)
 
-# Ways to find the noise matrix: about ten minutes on one core.
-cleaning-matrix: $(VENV)/.test
-	$(BIN)/python -m benchmarks.cleaning_matrix --seeds 3 --first-seed 200 --threads 1 --out docs/results $(ROOTS)
+# Which rows made a model do this, ours and dattri: about half an hour on one core. It goes on where it was interrupted.
+# dattri goes into a folder of its own, since it brings packages called docs and test. DATA is a folder with MNIST; without it, digits and text.
+attribution: $(VENV)/.test
+	test -d $(VENV)/attribution-peers || $(PIP) --no-deps --target $(VENV)/attribution-peers dattri==0.3.0
+	TQDM_DISABLE=1 $(BIN)/python -m benchmarks.attribution --out docs/results $(if $(DATA),--data-root $(DATA))
+
+# How far hypergradients can be followed, on ten problems: half a minute.
+forecasts: $(VENV)/.test
+	$(PAGE) docs/results/forecasts.md $(BIN)/python -m benchmarks.forecasts
 
 # The paper's Table 1 and Figures 1 to 3: about 85 minutes on one busy core. It goes on where it was interrupted. DATA is one folder.
 PAPER = $(BIN)/python -m bilevel_recipes.data_cleaning --paper --resume --threads 1 $(if $(DATA),--data-root $(DATA))

@@ -1,4 +1,4 @@
-"""The methods of `benchmarks.cleaning` and their scores: ours, cleanlab with three models, the checked rows alone.
+"""The methods of `benchmarks.cleaning` and their scores: ours, cleanlab with four models, the checked rows alone.
 
 Every method gets the same features, the given labels and which of them are checked. cleanlab is given all rows, the
 checked ones with their right labels among them. What it needs are probabilities by models that were not trained on the
@@ -7,6 +7,7 @@ row, and these come from five folds. A hyperparameter of a model is chosen by th
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -109,12 +110,47 @@ def votes(labels: Labels, classes: int) -> Scores:
 # --- methods --------------------------------------------------------------------------------------------------------
 
 
-def ours(one: Loaded, seed: int) -> Found:
+def ours(one: Loaded, seed: int, outer_steps: int = 0, more: tuple[Matrix, ...] = ()) -> Found:
     """The judge of the recipe, with its defaults."""
-    from bilevel_recipes.clean.judge import judge
+    from bilevel_recipes.clean.judge import Options, judge
 
-    verdict = judge(one.x, one.given, one.checked, classes=one.classes, seed=seed)
+    options = Options(outer_steps=outer_steps)
+    verdict = judge([one.x, *more], one.given, one.checked, classes=one.classes, seed=seed, options=options)
     return Found(verdict.score, verdict.issue)
+
+
+def ours_network(one: Loaded, seed: int) -> Found:
+    """The judge of the recipe with --features network."""
+    from bilevel_recipes.clean.network import view
+
+    return ours(one, seed, more=(view(network(one, seed)),))
+
+
+@functools.lru_cache(maxsize=2)
+def _trained(fingerprint: str, seed: int, one: _Keyed) -> Scores:
+    from bilevel_recipes.clean.network import out_of_fold
+
+    if one.loaded.content is None:
+        raise ValueError("a network needs the images of a set, and this one has only features")
+    return out_of_fold(np.asarray(one.loaded.content()), one.loaded.given, one.loaded.classes, seed=seed)
+
+
+@dataclass(frozen=True)
+class _Keyed:
+    """A set that is the same key of a cache as any other: its fingerprint is the key."""
+
+    loaded: Loaded
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed)
+
+
+def network(one: Loaded, seed: int) -> Scores:
+    """Probabilities by the small network of the recipe, each by one that was not trained on the row."""
+    return _trained(one.fingerprint, seed, _Keyed(one))
 
 
 def cleanlab_found(given: Labels, probabilities: Scores) -> Found:
@@ -137,6 +173,50 @@ def cleanlab_regularised(one: Loaded, seed: int) -> Found:
     return cleanlab_found(one.given, out_of_fold(one.x, one.given, one.classes, strength, seed))
 
 
+def cleanlab_best(one: Loaded, seed: int) -> Found:
+    """The same with the filter_by that finds the most, chosen with the truth, which no user has."""
+    from cleanlab.filter import find_label_issues
+
+    strength = best_strength(one.x, one.given, one.classes, seed)
+    p = out_of_fold(one.x, one.given, one.classes, strength, seed)
+    found = cleanlab_found(one.given, p)
+    for way in ("prune_by_noise_rate", "both", "confident_learning", "predicted_neq_given"):
+        other = Found(found.score, np.asarray(find_label_issues(one.given, p, filter_by=way, n_jobs=1), dtype=bool))
+        found = max(found, other, key=lambda f: np.nan_to_num(evaluate(one, f)["f1"]))
+    return found
+
+
+def cleanlab_network(one: Loaded, seed: int) -> Found:
+    """cleanlab with the probabilities of the small network."""
+    p = network(one, seed).astype(np.float64)
+    return cleanlab_found(one.given, p / p.sum(1, keepdims=True))
+
+
+def margin(one: Loaded, seed: int, epochs: int = 12) -> Found:
+    """The logit margin of the given label, averaged over a training on all rows (arXiv 2510.16211).
+
+    It only ranks: a label is called wrong if the mean margin is negative.
+    """
+    import torch
+
+    from bilevel_recipes.clean import network as module
+
+    if one.content is None:
+        raise ValueError("a network needs the images of a set, and this one has only features")
+    x, y = module._images(np.asarray(one.content())), torch.from_numpy(one.given)
+    torch.manual_seed(seed)
+    model = module._convolutions(x.shape[1], one.classes, module.Training().width)
+    total = torch.zeros(len(y))
+    for _ in module._epochs(model, x, y, torch.arange(len(y)), module.Training(epochs=epochs)):
+        with torch.no_grad():
+            logits = torch.cat([model.eval()(part) for part in x.split(500)])
+        model.train()
+        other = logits.scatter(1, y[:, None], -torch.inf).max(1).values
+        total += logits.gather(1, y[:, None])[:, 0] - other
+    score = (total / epochs).double().numpy()
+    return Found(score, score < 0)
+
+
 def cleanlab_neighbours(one: Loaded, seed: int) -> Found:
     """cleanlab with the k nearest neighbours, where k of 10, 20, 35 and 50 is chosen by cross-validation."""
     return cleanlab_found(one.given, neighbour_votes(one.x, one.given, one.classes, seed))
@@ -156,9 +236,14 @@ def checked_alone(one: Loaded, seed: int) -> Found:
 
 METHODS: dict[str, Callable[[Loaded, int], Found]] = {
     "ours": ours,
+    "ours-hypergradients": functools.partial(ours, outer_steps=8),
+    "ours-network": ours_network,
     "cleanlab": cleanlab_usual,
     "cleanlab-regularised": cleanlab_regularised,
+    "cleanlab-best-filter": cleanlab_best,
     "cleanlab-knn": cleanlab_neighbours,
+    "cleanlab-network": cleanlab_network,
+    "margin": margin,
     "checked-alone": checked_alone,
 }
 

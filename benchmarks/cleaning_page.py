@@ -19,7 +19,8 @@ from .report import grid
 Results = dict[str, Any]
 LEVEL = 0.005  # a method this close to the best is level with it, or one within the best one's standard deviation
 QUALITY = {"f1": "F1", "ap": "Average precision", "p100": "Precision at 100"}
-COLOURS = dict(zip(METHODS, ("#d62728", "#1f77b4", "#17becf", "#2ca02c", "#7f7f7f"), strict=True))
+PALETTE = ("#d62728", "#e08214", "#8c510a", "#1f77b4", "#17becf", "#5aa7d6", "#2ca02c", "#9467bd", "#e377c2", "#7f7f7f")
+COLOURS = dict(zip(METHODS, PALETTE, strict=True))
 
 
 # --- figures --------------------------------------------------------------------------------------------------------
@@ -28,13 +29,19 @@ COLOURS = dict(zip(METHODS, ("#d62728", "#1f77b4", "#17becf", "#2ca02c", "#7f7f7
 def figures(results: Results, key: str) -> dict[str, dict[str, tuple[float, float]]]:
     """{set: {method: (mean, standard deviation)}} over the seeds, without the sets that have no such figure."""
     out: dict[str, dict[str, tuple[float, float]]] = {}
-    for name in (n for n in SETS if n in results.get("results", {})):
+    for name in _shown(results):
         for method in (m for m in METHODS if m in results["results"][name]):
             found = [row[key] for row in results["results"][name][method].values() if row[key] is not None]
             if found:
                 spread = float(np.std(found, ddof=1)) if len(found) > 1 else float("nan")
                 out.setdefault(name, {})[method] = (float(np.mean(found)), spread)
     return out
+
+
+def _shown(results: Results) -> list[str]:
+    """The sets of the page: those on which our method was measured, or all of them if it was nowhere."""
+    found = [name for name in SETS if name in results.get("results", {})]
+    return [name for name in found if "ours" in results["results"][name]] or found
 
 
 def leaders(row: dict[str, tuple[float, float]]) -> set[str]:
@@ -49,7 +56,10 @@ def table(results: Results, key: str, title: str) -> Block:
     methods = [m for m in METHODS if any(m in row for row in rows.values())]
     lead = {name: leaders(row) for name, row in rows.items()}
     lines = [[name, *(_cell(row.get(m), m in lead[name]) for m in methods)] for name, row in rows.items()]
-    led = ["best or level", *(f"{sum(m in found for found in lead.values())} of {len(lead)}" for m in methods)]
+    led = [
+        "best or level",
+        *(f"{sum(m in lead[name] for name in rows)} of {sum(m in row for row in rows.values())}" for m in methods),
+    ]
     return title, ["set", *methods], [*lines, led]
 
 
@@ -69,7 +79,11 @@ def means(rows: dict[str, dict[str, tuple[float, float]]], title: str) -> Block:
 
 
 def blocks(results: Results) -> list[Block]:
-    alarms = {name: row for name, row in figures(results, "false_alarms").items() if not SETS[name].rate}
+    alarms = {
+        name: row
+        for name, row in figures(results, "false_alarms").items()
+        if not (SETS[name].rate or SETS[name].people)
+    }
     made = figures(results, "feature_seconds")
     seconds = {
         name: {"features": next(iter(made[name].values())), **row}
@@ -115,12 +129,17 @@ NOTES = """\
 - **Average precision** and **precision at 100** judge only the ranking. Precision at 100 is the precision among the 100
   lowest scores, or among as many as there are wrong labels if these are fewer. Ties count with their expectation.
 - **Bold** figures are the best mean, and those within 0.005 or one standard deviation of it.
+- Only sets on which the present judge was measured are shown. The labels of *human* sets were given by people.
 - All methods have the same features (`bilevel_recipes.clean.features`, `auto`), the given labels, and which rows are
   checked.
 - **cleanlab** is `find_label_issues` and `get_label_quality_scores` with their defaults. Their probabilities come from
   five folds of all rows, where checked rows have their right labels. The model is scikit-learn's logistic regression
   with its defaults. In *cleanlab-regularised* its C is chosen from 10⁻⁵ to 10² by cross-validation (on at most 10,000
   rows). In *cleanlab-knn* the model is k nearest neighbours, with k of 10, 20, 35 or 50 by cross-validation.
+- *cleanlab-best-filter* has the probabilities of cleanlab-regularised, and the `filter_by` of the best F1, which the
+  truth alone can tell. *cleanlab-network* has the probabilities of the small network of `--features network`.
+- **ours** is the default; *ours-hypergradients* takes 8 outer steps, *ours-network* is `--features network`. *margin*
+  is the mean logit margin of the given label in a training of that network on all rows (arXiv 2510.16211).
 - **checked-alone** is a logistic regression of the checked rows, with C by cross-validation. A label is called wrong if
   it predicts another one.
 - **Seconds of CPU time** are those of all threads together. The time for the features has to be added for each method.
@@ -136,7 +155,7 @@ def in_short(results: Results) -> list[str]:
 
 
 def markdown(results: Results) -> str:
-    seeds = sorted({int(s) for row in results["results"].values() for rows in row.values() for s in rows})
+    seeds = sorted({int(s) for name in _shown(results) for rows in results["results"][name].values() for s in rows})
     options = f"--seeds {len(seeds)}" + (f" --first-seed {seeds[0]}" if seeds[:1] > [0] else "")
     page = [
         "# How well wrong labels are found", "",
@@ -167,6 +186,7 @@ def the_sets(results: Results) -> list[str]:
     sets = [
         f"| {name} | {plan.title}{f'. **Not run: {missing[name]}**' if name in missing else ''} |"
         for name, plan in SETS.items()
+        if name in missing or name in _shown(results)
     ]
     files = [
         f"| {name} | {', '.join(f'`{f}`' for f in o.files) or '–'} | {o.published} |" for name, o in SOURCES.items()

@@ -31,7 +31,7 @@ from bilevel_recipes.clean.rows import Kind, Rows
 
 Labels = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Noise = Literal["uniform", "pairwise", "class-dependent"]
+Noise = Literal["uniform", "pairwise", "class-dependent", "human"]
 CACHE = Path(tempfile.gettempdir()) / "cleaning-cache"
 MOST_WRONG = 0.75  # of one class: with more than that, no method could tell the class from its errors
 
@@ -48,6 +48,7 @@ class Source:
     y: Labels
     classes: list[str]
     groups: Labels | None = None
+    human: dict[str, Labels] | None = None  # by the name of the draw: labels that people gave, of the first rows
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,20 @@ def _images(name: str) -> Callable[[Path], Source]:
         return Source("images", found.x, found.y, found.classes, found.groups)
 
     return read
+
+
+PEOPLE = "CIFAR10N_labels_first10000.npz"
+
+
+def _by_people(root: Path) -> Source:
+    """The first images of CIFAR-10, and what people called them: CIFAR-10N (Wei et al. 2022)."""
+    found = data.load("cifar10", root)
+    with np.load(root / PEOPLE) as file:
+        human = {name: file[name].astype(np.int64) for name in file.files}
+    count = len(human["clean"])
+    if not np.array_equal(human["clean"], found.y[:count]):
+        raise ValueError(f"{PEOPLE} is not about these images")
+    return Source("images", found.x[:count], human["clean"], found.classes, human=human)
 
 
 def _digits(root: Path) -> Source:
@@ -127,6 +142,9 @@ SOURCES: dict[str, Origin] = {
         ("CIFAR10_subset.npz", "cifar-10-binary.tar.gz", "cifar-10-batches-bin"),
         "<https://www.cs.toronto.edu/~kriz/cifar.html>; here its training images 0 to 19,999",
     ),
+    "CIFAR-10N": Origin(
+        _by_people, (PEOPLE,), "<https://github.com/UCSC-REAL/cifar-10-100n>, here of the training images 0 to 9,999"
+    ),
     "SVHN": Origin(
         _images("svhn"),
         ("SVHN_subset.npz", "train_32x32.mat"),
@@ -170,7 +188,7 @@ class Draw:
 
     rows: how many in all. checked: how many of them have a label that was verified. rate: the share of wrong labels
     among the others. frequency: of each class relative to the others, where it is not the source's own.
-    at_least: this many rows of each class are checked.
+    at_least: this many rows of each class are checked. people: which labels people gave.
     """
 
     source: str
@@ -181,11 +199,13 @@ class Draw:
     frequency: tuple[float, ...] | None = None
     at_least: int = 0
     remark: str = ""
+    people: str = ""
 
     @property
     def title(self) -> str:
         """One line that says what the set is."""
         noise = f"{100 * self.rate:g} % {self.noise}" if self.rate else "no wrong label"
+        noise = f"labels by people ({self.people})" if self.people else noise
         return (
             f"{self.source}{', ' * bool(self.remark)}{self.remark}: {self.rows:,} rows, {self.checked} checked; {noise}"
         )
@@ -212,6 +232,11 @@ SETS: dict[str, Draw] = {
     ),
     "cifar10": Draw("CIFAR-10", 5000, 500, "uniform", 0.10, remark="photographs"),
     "cifar10-class": Draw("CIFAR-10", 5000, 500, "class-dependent", 0.15, remark="photographs"),
+    **{
+        f"human-{people}-{checked}": Draw("CIFAR-10N", 2000, checked, "human", 0.0, people=people)
+        for people in ("aggre", "random1", "worse")
+        for checked in (0, 20, 50, 200)
+    },
     "svhn": Draw("SVHN", 5000, 500, "uniform", 0.20, remark="checked by whole photographs"),
     "letter": Draw("letter", 20000, 300, "pairwise", 0.15, remark="a table of 16 numbers"),
     "adult": Draw("adult", 10000, 200, "class-dependent", 0.10, remark="a table with categories"),
@@ -255,7 +280,10 @@ def draw(source: Source, plan: Draw, seed: int) -> Noisy:
     rows = rng.permutation(np.concatenate([checked, others]))
     truth, mask = source.y[rows], np.isin(rows, checked)
     given = truth.copy()
-    given[~mask] = wrong_labels(truth[~mask], plan.noise, plan.rate, len(source.classes), rng)
+    if source.human is not None and plan.people:
+        given[~mask] = source.human[plan.people][rows][~mask]
+    else:
+        given[~mask] = wrong_labels(truth[~mask], plan.noise, plan.rate, len(source.classes), rng)
     return Noisy(source.kind, take(source.content, rows), given, truth, mask, source.classes, rows)
 
 
@@ -333,6 +361,7 @@ class Loaded:
     names: list[str]
     fingerprint: str
     seconds: float = 0.0
+    content: Callable[[], Any] | None = None  # reads what the features were made of
 
 
 def load_set(name: str, seed: int, roots: Sequence[Path] = (), cache: Path = CACHE) -> Loaded:
@@ -358,7 +387,11 @@ def load_set(name: str, seed: int, roots: Sequence[Path] = (), cache: Path = CAC
     given, truth, checked, _ = (labels[key] for key in LABELS)
     mark = fingerprint(found["x"], given)
     names = [str(n) for n in labels["names"]]
-    return Loaded(found["x"], given, truth, checked, len(names), names, mark, float(found["seconds"]))
+
+    def content() -> Any:
+        return draw(read(plan.source, roots), plan, seed).content
+
+    return Loaded(found["x"], given, truth, checked, len(names), names, mark, float(found["seconds"]), content)
 
 
 def fingerprint(x: NDArray[np.float32], given: Labels) -> str:

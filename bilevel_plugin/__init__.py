@@ -12,10 +12,12 @@ from .autograd.derive import Gradients, Traced
 from .autograd.missing import DerivativeWarning
 from .autograd.trees import State, as_leaves
 from .check.check_loop import check_loop
+from .check.forecast import Forecast, forecast
 from .check.gradcheck import gradcheck
+from .check.smoothness import metasmoothness
 from .engine import CG, Engine, Forward, Neumann, OuterLoss, Reverse, Tape, Unroll
 from .inner import Loop, inner
-from .kernels.replace import stop_gradient
+from .kernels.stopping import stop_gradient
 from .step.fetching import fetched
 from .step.step import Step
 from .step.traced import traced
@@ -36,6 +38,7 @@ __all__ = [
     "BiGSAM",
     "DerivativeWarning",
     "Engine",
+    "Forecast",
     "Forward",
     "Gradients",
     "Loop",
@@ -60,9 +63,11 @@ __all__ = [
     "convergent",
     "evaluate",
     "fetched",
+    "forecast",
     "gradcheck",
     "inner",
     "lion",
+    "metasmoothness",
     "optimizer_rule",
     "power",
     "sam",

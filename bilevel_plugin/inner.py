@@ -19,7 +19,7 @@ from .check import watching
 from .engine import Engine
 from .guards.opening import inner_parameters, refuse_inference_mode, refuse_model, refuse_shared_memory
 from .inputs import Inputs, flatten
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .loop import Loop, Losses
 from .model.losses import Loss, evaluating_loss
 from .model.model import Model
@@ -202,7 +202,8 @@ class Inner:
             tasks = None if self._tasks is None else Tasks(self._tasks, self._model, parameters)
             swaps = self._group is not None and (engine.keeps_graphs or engine.traces_steps)
             ranks = None if self._group is None else self._ranks(parameters, own=not swaps)
-            model = Model(self._model, parameters, tasks, ranks, graphs_are_kept=engine.keeps_graphs, swaps=swaps)
+            keeps, notes = engine.keeps_graphs, engine.traces_steps
+            model = Model(self._model, parameters, tasks, ranks, graphs_are_kept=keeps, swaps=swaps, notes_leaves=notes)
         once, tasks = model.ranks.once, model.tasks
         if not optimizers and self._formula is None:
             return model, DescentRule(self._rate, once)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .model.model import Model
 from .update.solvers import Value
 from .update.update import UpdateRule

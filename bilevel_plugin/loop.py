@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from .autograd.derive import without_hooks
 from .autograd.graph import find_leaves
 from .autograd.missing import explained
-from .autograd.trees import State, cut_graph
+from .autograd.trees import State, cut_graph, tensors_of
 from .check.reduction import check_reduction
 from .collect import after_hooks, collected
 from .engine.schedule import Plan
 from .guards.opening import refuse_inference_mode
 from .inputs import Inputs, Only, as_tuple, flatten, names_of
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss, WithKeywords
 from .run import Run
 from .step.batches import Reduction, checked
@@ -253,6 +253,36 @@ class Loop:
             self.step(*batch, outer=outer, **named)
         return self.step(*batch, outer=outer, **named)
 
+    def compute(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Return function(model, *args) at the current weights, for later steps to take as a constant.
+
+        It is for what a loop computes from the weights between its steps: targets, advantages, pseudo-labels, losses
+        of samples as their weights. Steps take it, or parts of it, in their batch, or close over it. The hypergradient
+        goes through it to the weights from which it was computed. Write the function without torch.no_grad().
+
+        Args:
+            function: returns a tensor, or tensors in tuples, lists and dicts.
+            args: its arguments after the model. Earlier computed values may be among them.
+
+        Examples:
+            A step of rate 1 to y = 2·w_0 ends there, so dw_1/dw_0 = 2.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> h = lambda m, y: 0.5 * (m.weight - y).square().sum()
+            >>> with bilevel.inner(model, h, lambda m: m.weight.sum(), solver="gd", lr=1.0) as loop:
+            ...     y = loop.compute(lambda m: 2 * m.weight)
+            ...     _ = loop.step(y)
+            ...     print(loop.hypergrad(model.weight))
+            tensor([[2.]])
+        """
+        run = self._checked()
+        if not callable(function):
+            raise TypeError(
+                f"bilevel.inner: loop.compute takes a function of (model, *args), got {type(function).__name__}."
+            )
+        return run.compute(function, args)
+
     def train(self, mode: bool = True) -> Loop:
         """Set the model to training mode. Its modes are restored after the block."""
         self._checked().model.module.train(mode)
@@ -276,7 +306,12 @@ class Loop:
         """Return model(*args, **kwargs) at the current weights. A loss made from it can go to `hypergrad(loss=)`."""
         run = self._checked()
         run.mark_weights()
-        return run.inside(lambda evaluation: run.model.call(_forward, evaluation, args, kwargs))
+        result = run.inside(lambda evaluation: run.model.call(_forward, evaluation, args, kwargs))
+        if not torch.is_grad_enabled() and run.model.tasks.count is None:
+            for x in tensors_of(result):
+                if x.is_floating_point():
+                    run.model.seen.derived.add(x)  # without a graph, a batch would take it for a constant
+        return result
 
     @property
     def weights(self) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from .autograd.trees import Pairs, State, cut_graph
 from .engine import OuterLoss
 from .guards.evaluation import disconnected, refuse_hidden_parameter
 from .guards.held import warn_if_read
-from .kernels.replace import EXCLUSIVE
+from .kernels.switches import EXCLUSIVE
 from .model.losses import Loss
 from .model.model import Evaluation, Model
 from .model.tasks import joined, row_of
@@ -153,7 +153,7 @@ class LossOfBatch(OuterLoss):
     def kept(self) -> OuterLoss:
         """Record this loss, which is evaluated again when the sweep reaches its step."""
         model = self._run.model
-        record = self._recording = Record(self._k, Conditions(model), self.cut, of_step=False)
+        record = self._recording = Record(self._k, Conditions(model), self.cut, of="the outer loss")
         self._evaluate(None, lambda evaluation, traced: None, twice=False)
         record.note([self._here], self.leaves, [("g", (self.batch, self.weight))])
         record.seal(self.leaves, model)

@@ -17,11 +17,12 @@ from .guards.evaluation import check_batch
 from .guards.held import Held
 from .guards.seals import Seals
 from .inputs import as_tuple, as_weight
-from .kernels.replace import EXCLUSIVE, full_precision
+from .kernels.switches import EXCLUSIVE, full_precision
 from .model.losses import Loss, code_of, scalar
 from .model.model import Evaluation, Model
 from .outer import LossGiven, LossOfBatch
 from .step.batches import Micro
+from .step.computed import Computed
 from .step.conditions import undisturbed
 from .step.monitor import LossMonitor
 from .step.piece import Piece, Term
@@ -255,6 +256,28 @@ class Run:
         if self.engine.keeps_graphs or self.engine.traces_steps:
             self.seals.note_variables(end.leaves)
         return value
+
+    def compute(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return function(model, *args) at the current weights, a constant for the steps that take it."""
+        model = self.model
+        if model.tasks.count is not None or model.ranks.share != 1:
+            raise ValueError(
+                "bilevel.inner: loop.compute is for one inner problem on one process, and the block has tasks= or "
+                "group=. Compute the value inside h, and keep it as bilevel.stop_gradient(...)."
+            )
+        self.held.check(self.z_now, self.k)
+        self.seals.check_variables()
+        value = Computed(model, self.k, function, args, self.buffers_now, replays=self.tape.replays)
+        self.check_batch(f"the arguments of {value.name}", args)
+        with EXCLUSIVE, full_precision():
+            given, z = self.tape.compute(value, self.z_now)
+            if z is not self.z_now:
+                self.z = {n: z[n] for n in self.z}
+            model.hold(self.z_now, self.buffers_now)
+        if self.engine.keeps_graphs or self.engine.traces_steps:
+            self.seals.note_variables(value.leaves)
+        self.mark = sequence_number()
+        return given
 
     # --- the outer gradient ---
 

@@ -38,7 +38,6 @@ _BEYOND_THE_CORE = {
     "test_architecture.py",
     "test_benchmarks.py",
     "test_benchmarks_cleaning.py",
-    "test_benchmarks_matrix.py",
     "test_docs.py",
     "test_front.py",
     "test_gpu_check.py",

@@ -40,6 +40,7 @@ import tyro
 
 from benchmarks.runners import importable
 from bilevel_recipes import command
+from bilevel_recipes.attribution import __main__ as bilevel_attribute
 from bilevel_recipes.clean import __main__ as bilevel_clean
 from bilevel_recipes.few_shot import __main__ as bilevel_fewshot
 from bilevel_recipes.vision import torchvision
@@ -52,7 +53,7 @@ NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*\.?\d*")
 # How much more `after`, the learnt variable, has at least than `before`, the best baseline (accuracy), or less (error).
 IMPROVES = {
     "accelerate": 0.05, "distillation": 0.02, "lightning": 0.04, "maml": -0.4, "plain_loop": 0.01, "rates": 0.01,
-    "weights": 0.005,
+    "weights": 0.005, "why": 0.3,
 }  # fmt: skip
 
 
@@ -227,6 +228,9 @@ def test_commands_are_ones_that_exist(block: Block) -> None:
         elif program == "bilevel-clean":
             if flags != ["--help"]:
                 bilevel_clean.parse(flags)
+        elif program == "bilevel-attribute":
+            if flags != ["--help"]:
+                bilevel_attribute.parse(flags)
         elif program == "bilevel-fewshot":
             if flags[-1:] != ["--help"]:
                 bilevel_fewshot.parse(flags)

@@ -17,13 +17,13 @@ from .trees import State, tensors_of
 
 def graph_bytes(to: State, at: State, given: Iterable[Tensor]) -> int:
     """Return the bytes that a graph keeps alive, without those of its result and of the given tensors."""
-    excluded = {x.untyped_storage().data_ptr() for x in (*given, *at.values(), *to.values()) if not _is_sparse(x)}
+    excluded = {x.untyped_storage().data_ptr() for x in (*given, *at.values(), *to.values()) if not _has_no_storage(x)}
     found: dict[int, int] = {}
     with explained():
         for node in nodes(to.values(), {x.grad_fn for x in at.values()}):
             saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
             for x in tensors_of([*saved, getattr(node, "saved_tensors", ())]):
-                if not _is_sparse(x):
+                if not _has_no_storage(x):
                     found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
     return sum(size for where, size in found.items() if where not in excluded)
 
@@ -52,7 +52,7 @@ class _PeakBytes(TorchDispatchMode):
         return result
 
     def _add(self, x: Tensor, made: bool) -> None:
-        if _is_sparse(x):
+        if _has_no_storage(x):
             return
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes() if made else 0  # pyright: ignore[reportPrivateUsage]
@@ -67,5 +67,6 @@ class _PeakBytes(TorchDispatchMode):
         self._bytes -= size
 
 
-def _is_sparse(x: Tensor) -> bool:
-    return x.layout != torch.strided
+def _has_no_storage(x: Tensor) -> bool:
+    """Whether a tensor is sparse or jagged, or one of the zeros that forward mode makes (torch.func.jvp)."""
+    return x.layout != torch.strided or x._is_zerotensor()

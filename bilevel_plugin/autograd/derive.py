@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .missing import explained
 from .trees import Pairs, State
+from .weak import with_computed
 
 
 class Gradients:
@@ -56,10 +57,13 @@ class Traced:
 
     def vjp(self, a: State, inputs: Sequence[Tensor] | None, into: Gradients) -> State:
         """Return a·∂to/∂at, and add a·∂to/∂λ to the sums, for `inputs`, or for every leaf if they are None."""
-        wanted = self.leaves if inputs is None else inputs
+        wanted = with_computed(inputs, self.leaves)
         grads = vjp(self.to, a, [*self.at.values(), *(x for _, x in self.cut), *wanted], self.share, self.retain_graph)
         into.collect(self.cut, wanted, grads[len(self.at) :])
         return {n: grad for n, grad in zip(self.at, grads, strict=False) if grad is not None}
+
+
+IN_BACKWARD: list[Callable[[], AbstractContextManager[Any]]] = []  # the function mode of a part that runs again
 
 
 def vjp(
@@ -94,7 +98,7 @@ def grad(
     """
     along = [torch.ones_like(x) if a is None else a for x, a in zip(outputs, along, strict=True)]
     run: Any = torch.autograd.graph._engine_run_backward  # pyright: ignore[reportPrivateUsage]
-    with without_hooks(inputs):
+    with without_hooks(inputs), IN_BACKWARD[-1]() if IN_BACKWARD else nullcontext():
         return run(tuple(outputs), tuple(along), retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False)
 
 

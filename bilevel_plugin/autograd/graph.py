@@ -14,8 +14,23 @@ from .missing import SUSPECTS, is_suspect, refuse_node
 _LEAF = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 
 
+class Boundary(torch.autograd.Function):
+    """x itself, whose graph belongs to an earlier place of the loop: a look at the graph of a loss ends here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+_BOUNDARY = type(Boundary.apply(torch.zeros((), requires_grad=True)).grad_fn)  # pyright: ignore
+
+
 def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]:
-    """Yield the nodes of a graph, up to and including those to stop at."""
+    """Yield the nodes of a graph, up to and including those to stop at, and boundaries."""
     stack: list[Any] = [x.grad_fn or get_gradient_edge(x).node for x in roots if x.requires_grad]
     seen: set[Any] = {None}
     while stack:
@@ -23,7 +38,7 @@ def nodes(roots: Iterable[Tensor], stop: Collection[Any] = ()) -> Generator[Any]
         if node not in seen:
             seen.add(node)
             yield node
-            if node not in stop:
+            if node not in stop and type(node) is not _BOUNDARY:
                 stack.extend(edge for edge, _ in node.next_functions)
 
 
@@ -51,7 +66,7 @@ def find_leaves(
         kind, leaf = type(node), leaf_of(node)
         if leaf is not None:
             met = met or id(leaf) in ids
-            if id(leaf) not in passed:
+            if id(leaf) not in passed and is_outer(leaf):
                 found.append(leaf)
             continue
         if node in stop:
@@ -78,6 +93,14 @@ GRAPH_TO_WEIGHTS = (
 def leaf_of(node: Any) -> Tensor | None:
     """Return the leaf that a node of a graph accumulates the gradient of; None for any other node."""
     return getattr(node, "variable") if type(node) is _LEAF else None  # noqa: B009 (the annotations do not know it)
+
+
+FLAGGED: set[int] = set()  # ids of the leaves that the losses under evaluation have made require grad
+
+
+def is_outer(leaf: Tensor) -> bool:
+    """Whether a leaf was not made by the loss itself, to take a derivative with respect to it."""
+    return leaf.requires_grad and id(leaf) not in FLAGGED
 
 
 def _reads(node: Any, leaves: Collection[int], stop: Collection[Any]) -> bool:
@@ -109,7 +132,7 @@ def leaves_read_since(roots: Iterable[Tensor], since: int) -> list[Tensor]:
     for node in nodes(roots):
         for edge, _ in node.next_functions:
             leaf = leaf_of(edge)
-            if leaf is not None:
+            if leaf is not None and is_outer(leaf):
                 found[id(leaf)] = leaf
                 if node._sequence_nr() < since:
                     old.add(id(leaf))

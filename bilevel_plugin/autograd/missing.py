@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import torch
 from torch.autograd.function import once_differentiable
 
 _ONCE_DIFFERENTIABLE = once_differentiable(lambda ctx: None).__code__  # pyright: ignore
@@ -22,7 +20,7 @@ def is_suspect(kind: type) -> bool:
     if kind in _HARMLESS:
         return False
     name, forward = kind.__name__, getattr(kind, "_forward_cls", None)
-    suspect = name.startswith(("EmbeddingBag", "EmbeddingBackward", "WeightNormInterface", "CtcLoss"))
+    suspect = name.startswith(("EmbeddingBag", "EmbeddingBackward", "CtcLoss"))
     suspect = suspect or name in ("CompiledFunctionBackward", "CompiledFunction", "CdistBackward0")
     suspect = suspect or getattr(getattr(forward, "backward", None), "__code__", None) is _ONCE_DIFFERENTIABLE
     (SUSPECTS if suspect else _HARMLESS).add(kind)
@@ -36,12 +34,6 @@ def refuse_node(node: Any) -> None:
         if getattr(node, "_saved_scale_grad_by_freq", False):
             raise RuntimeError(
                 no_second_derivative("nn.Embedding(scale_grad_by_freq=True)", "scale_grad_by_freq=False")
-            )
-        return
-    if name.startswith("WeightNormInterface"):
-        if not _weight_norm_is_right():
-            raise RuntimeError(
-                no_second_derivative("torch's weight_norm", "a parametrization of your own: g * v / v.norm(...)")
             )
         return
     if name.startswith("Compiled"):
@@ -106,6 +98,13 @@ class explained:
                 "what was computed from the weights of the model before the block, which writes to them, compute it "
                 f"from their .clone(). Otherwise give the operation that changes a tensor a clone. (torch: {text})"
             ) from error
+        if "nested_tensor" in text or "view was created in no_grad mode and is being modified inplace" in text:
+            raise RuntimeError(
+                no_second_derivative(
+                    "an operation on a jagged tensor, such as unbind(),",
+                    "its rows x.values() with x.offsets() and engine='reverse', or a padded tensor",
+                )
+            ) from error
         if "is not implemented" in text or "not differentiable" in text or "does not support" in text:
             for op, (what, instead) in _UNDERIVED.items():
                 if op in text:
@@ -114,13 +113,3 @@ class explained:
                 raise RuntimeError(
                     no_second_derivative("an operation,", f"another one in its place. torch says: {text}")
                 ) from error
-
-
-@functools.cache
-def _weight_norm_is_right() -> bool:
-    """Test the second derivative of torch's weight_norm, which is wrong on the CPU at least up to torch 2.13."""
-    generator = torch.Generator().manual_seed(0)
-    v, g = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 2), (3, 1)))
-    inputs = (v.requires_grad_(), g.requires_grad_())
-    fused = torch._weight_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return torch.autograd.gradgradcheck(lambda v, g: fused(v, g, 0), inputs, raise_exception=False, atol=1e-4)

@@ -23,7 +23,8 @@ from ..autograd.derive import grad
 from ..autograd.graph import leaves_read_since, sequence_number
 from ..autograd.missing import explained
 from ..autograd.trees import State, as_leaves, map_tensors
-from ..kernels.replace import TakingDirection, evaluating, full_precision
+from ..kernels.stopping import Differentiation, evaluating
+from ..kernels.switches import full_precision
 from ..model.model import Evaluation as Tensors
 from ..model.model import Model
 from ..model.session import NESTED
@@ -47,7 +48,7 @@ class Losses(NamedTuple):
 class Evaluation:
     """The losses in float64 at one point."""
 
-    taking: TakingDirection
+    taking: Differentiation
     mode: InFloat64
     values: list[Tensor]  # each times its weight in the step
 
@@ -91,12 +92,12 @@ class Probe:
         # the new weights replace the parameters in the model and elsewhere: in a closure, or in a list in a module
         instead = {id(p): weights[n] for n, p in model.parameters.items()} if model.own else {}
         moved = {**instead, **outer, **{id(w): w for w in weights.values()}}
-        mode, taking = InFloat64(moved, self.rows), TakingDirection()
+        mode, taking = InFloat64(moved, self.rows), Differentiation()
         tensors = Tensors(weights, weights, {}, {}, taking, model.present_buffers)
         NESTED.clear()
 
         def run() -> T:
-            with mode, model.twice_differentiable(taking), evaluating(taking), torch.enable_grad():
+            with mode, model.kernels(tensors, follow=True), evaluating(taking), torch.enable_grad():
                 values: list[Tensor] = []
                 for t in losses.terms:
                     value = value_of(model, t.name, t.loss, tensors, map_tensors(_up, t.given()))

@@ -17,7 +17,7 @@ import torch
 from ..autograd.missing import DerivativeWarning
 from ..autograd.trees import State, map_tensors, tensors_of
 from ..engine.budget import free
-from ..kernels.replace import NORMALISATIONS
+from ..kernels.statistics import NORMALISATIONS
 from ..model.losses import Loss
 from ..model.model import Model
 from ..model.tasks import row_of

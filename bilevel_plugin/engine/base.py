@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
 from ..autograd.derive import Gradients, Traced
 from ..autograd.trees import Pairs, State, as_leaves
+from ..step.computed import Computed
 from ..step.monitor import LossMonitor
 from ..step.piece import Piece
 from ..step.step import Step
@@ -118,6 +119,13 @@ class Tape(ABC):
         raise ValueError(
             "bilevel.inner: this engine differentiates an outer loss at the last weights alone, and can't take losses "
             "of several steps (loop.add_outer_loss). Use engine='reverse', 'unroll' or 'forward'."
+        )
+
+    def compute(self, value: Computed, z: State) -> tuple[Any, State]:
+        """Evaluate a value that later steps use, and return what the user is given and the state for later steps."""
+        raise ValueError(
+            "bilevel.inner: this engine differentiates the last step alone, and can't go back to where a value was "
+            "computed from the weights (loop.compute). Use engine='reverse', 'unroll' or 'forward'."
         )
 
     def first_not_finite(self, end: OuterLoss | None) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..autograd.bytes import graph_bytes, peak_bytes
 from ..autograd.derive import Gradients, Traced
 from ..autograd.trees import State
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..pullback import Pull
 from ..step.fetching import Fetched
 from ..step.step import Step

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..autograd.derive import Gradients, grad, is_finite
-from ..autograd.graph import nodes
+from ..autograd.graph import find_leaves, nodes
 from ..autograd.missing import explained
 from ..autograd.trees import Pairs, State, as_leaves
 from ..model.model import Evaluation
+from ..step.computed import Computed, gathered
 from ..step.monitor import LossMonitor
 from ..step.piece import Found, Piece
 from ..step.step import Step
@@ -79,6 +81,7 @@ class _ForwardTape(Tape):
         self._of_statistics: dict[Key, State] = {}  # ḃ after the last piece of the open step
         self._direct = Gradients()  # the direct gradients of the added losses
         self._through: dict[Key, Tensor] = {}  # ∇_z·ż of the added losses
+        self._values: Any = WeakTensorKeyDictionary()  # the tangents of computed values, and of their parts
 
     def begin(self, step: Step, z: State, *, whole: bool) -> None:
         self._of_direction, self._of_statistics = {}, {}
@@ -157,6 +160,46 @@ class _ForwardTape(Tape):
         self._of_direction, self._of_statistics = {}, {}
         return {n: x.detach() for n, x in to.items()}
 
+    def compute(self, value: Computed, z: State) -> tuple[Any, State]:
+        pushed: dict[Key, State] = {}
+
+        def push(evaluation: Evaluation, outs: State) -> None:
+            at, sources = {**evaluation.leaves, **evaluation.statistics}, self._sources(value.leaves, value.cut)
+            pushed.update(
+                self._pushed(outs, list(at.values()), lambda key: [self._now(key).get(n) for n in at], sources)
+            )
+
+        given = value.first(z, push)
+        for i, y in enumerate(value.values):
+            self._values[y] = {key: to[str(i)] for key, to in pushed.items() if str(i) in to}
+        return given, z
+
+    def _of_value(self, x: Tensor) -> bool:
+        """Whether a tensor was computed from computed values; if so, its tangents are known from now on."""
+        if x in self._values:
+            return True
+        leaves, _ = find_leaves(x)
+        values = [y for y in leaves if y in self._values]
+        if values and len(values) < len(leaves):
+            raise ValueError(
+                f"bilevel.Forward: a tensor of a batch (shape {tuple(x.shape)}) was computed from a value of "
+                "loop.compute and from an outer variable. Compute it inside h, or use engine='reverse'."
+            )
+        if values:
+            pushed = self._pushed({"": x}, values, lambda key: [self._values[y].get(key) for y in values], [])
+            self._values[x] = {key: to[""] for key, to in pushed.items() if "" in to}
+        return bool(values)
+
+    def _through_values(self, into: Gradients) -> dict[Key, Tensor]:
+        """Return Σ ȳ·ẏ over the computed values, and take their gradients ȳ out of the sums."""
+        found = [x for x, _ in (*into.cut.values(), *into.direct.values())]
+        values = list({id(y): y for x in found for y in find_leaves(x)[0] if y in self._values}.values())
+        sums: dict[Key, Tensor] = {}
+        for y, d in zip(values, gathered(values, into) if values else [], strict=True):
+            for key, along in self._values[y].items() if d is not None else ():
+                sums[key] = sums.get(key, 0) + (d * along).sum()
+        return sums
+
     def _now(self, key: Key) -> State:
         """Return the tangents of the state, with those of statistics that an open step has changed."""
         return {**self._tangents[key], **self._of_statistics.get(key, {})}
@@ -180,7 +223,9 @@ class _ForwardTape(Tape):
             owner, element = key
             given = tangents(key)
             along = [given[i] for i in tracked]
-            along += [_unit_vector(x, element) if id(tensor) == owner else None for tensor, x in sources]
+            for tensor, x in sources:
+                unit = _unit_vector(x, element) if id(tensor) == owner else None
+                along.append(self._values[tensor].get(key) if tensor in self._values else unit)
             pairs = [(p, v) for p, v in zip(pulled, along, strict=True) if p is not None and v is not None]
             new = _grad([(p, v) for p, v in pairs if p.requires_grad], adjoint)
             found[key] = {n: x.detach() for n, x in zip(to, new, strict=True) if x is not None}
@@ -194,6 +239,9 @@ class _ForwardTape(Tape):
             closed_over += [(x, x) for x in self._options.wrt if id(x) not in named]
         sources: Pairs = []
         for tensor, stand_in in (*closed_over, *cut):
+            if self._of_value(tensor):
+                sources.append((tensor, stand_in))
+                continue
             if self._wrt is not None and id(tensor) not in self._wrt:
                 self._ignored[id(tensor)] = tensor
                 continue
@@ -217,8 +265,9 @@ class _ForwardTape(Tape):
             loss.pull(behind, more := Gradients())  # what it finds for cut tensors is known
             for tensor, grad in more.direct.values():
                 self._direct.add(self._direct.direct, tensor, grad)
+        values = self._through_values(self._direct)
         for key in self._tangents:
-            if (along := _dot(a, self._now(key))) is not None:
+            if (along := _sum(_dot(a, self._now(key)), values.get(key))) is not None:
                 self._through[key] = self._through[key] + along if key in self._through else along
 
     def pull(
@@ -231,7 +280,7 @@ class _ForwardTape(Tape):
                     f"bilevel.Forward: engine='forward' did not follow the input of shape {tuple(x.shape)}. It "
                     "follows leaves, or exactly what Forward(wrt=[...]) names, from the first step on."
                 )
-        found = Gradients()
+        found, values = Gradients(), dict[Key, Tensor]()
         if end is None:
             a, chosen = None, None if inputs is None else {id(x) for x in inputs}
             for tensor, grad in self._direct.direct.values():
@@ -241,11 +290,12 @@ class _ForwardTape(Tape):
                 found.add(found.cut, tensor, grad)
         else:
             a = end.pull(inputs, found)
+            values = self._through_values(found)
         for owner, tensor in self._followed.items():
             total = torch.zeros_like(tensor).flatten()
             for j in range(tensor.numel()):
                 key = owner, j
-                along = self._through.get(key) if a is None else _dot(a, self._now(key))
+                along = self._through.get(key) if a is None else _sum(_dot(a, self._now(key)), values.get(key))
                 if along is not None:
                     total[j] = along
             into = found.cut if owner in self._was_cut else found.direct
@@ -257,6 +307,10 @@ def _dot(a: State, tangent: State) -> Tensor | None:
     """Return a·ż, or None if they have no name in common."""
     parts = [(a[n] * x).sum() for n, x in tangent.items() if n in a]
     return torch.stack(parts).sum() if parts else None
+
+
+def _sum(x: Tensor | None, y: Tensor | None) -> Tensor | None:
+    return y if x is None else x if y is None else x + y
 
 
 def _without_gaps(outs: Sequence[Tensor]) -> AbstractContextManager[Any]:

@@ -6,13 +6,14 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from ..autograd.derive import Gradients, is_finite
 from ..autograd.trees import Pairs, State, as_leaves
 from ..pullback import PULLBACKS, BlockByBlock, Pull, Which
+from ..step.computed import Computed
 from ..step.ends import check_end
 from ..step.monitor import LossMonitor
 from ..step.piece import Piece
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 Place = tuple[int, int]  # (the number of steps before it, the number of pieces of the next step before it)
 Losses = Mapping[Place, Sequence[OuterLoss]]
+Pulls = Mapping[Place, Sequence["OuterLoss | Computed"]]
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ class _ReverseTape(Tape):
         self._steps: dict[int, Step] = {}
         self._last: State = {}
         self._losses: dict[Place, list[OuterLoss]] = {}  # the added losses
+        self._computed: dict[Place, list[Computed]] = {}  # the values that were computed from the weights
         self._open: Step | None = None
 
     def start(self, z: State, copies: State) -> State:
@@ -199,11 +202,24 @@ class _ReverseTape(Tape):
             needed = self.states.forget_before(first)
             for j in [j for j in self._steps if j < needed]:
                 del self._steps[j]
+            self._computed = {at: values for at, values in self._computed.items() if at[0] >= needed}
         return self._last
 
     def add_loss(self, loss: OuterLoss) -> None:
         pieces = 0 if self._open is None else len(self._open.pieces)
         self._losses.setdefault((self.states.count, pieces), []).append(loss.kept())
+
+    def compute(self, value: Computed, z: State) -> tuple[Any, State]:
+        if self._options.resume:
+            raise ValueError(
+                "bilevel.Reverse: resume=True can't continue through a value of loop.compute, which would be another "
+                "tensor when the script is run again. Set resume=False."
+            )
+        given = value.first(z)
+        if value.values:
+            pieces = 0 if self._open is None else len(self._open.pieces)
+            self._computed.setdefault((self.states.count, pieces), []).append(value)
+        return given, z
 
     # --- the sweep: Alg. 2 ---
 
@@ -228,7 +244,8 @@ class _ReverseTape(Tape):
         """Yield each place of the sweep, as errors name it, and the adjoint there."""
         states, count = self.states, self.states.count
         open = self._open if self._open is not None and self._open.pieces else None  # if its batch failed, it has none
-        losses: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
+        outer: Losses = self._losses if end is None else {(count, len(open.pieces) if open else 0): [end]}
+        losses = _with_computed(outer, self._computed)
         a: State = {}
         z = as_leaves(self._last or states.start)
         if open is not None:  # it has changed no weight
@@ -239,8 +256,8 @@ class _ReverseTape(Tape):
         adjoints = Store(rows=1)
         a = kept = adjoints.replace(None, a) if a else {}
         wanted = inputs if inputs is not None else self._all_leaves(losses)
-        left = min(count, max(k for k, _ in losses) + 1)  # later steps have no part in the losses
-        journal = self._journal(inputs, found, a, losses) if resume else None
+        left = min(count, max(k for k, _ in outer) + 1)  # later steps have no part in the losses
+        journal = self._journal(inputs, found, a, outer) if resume else None
         if journal is not None and (position := journal.read(self._last, wanted)) is not None:
             left, a = position.left, position.adjoint
             found.direct = {id(x): (x, d) for x, d in zip(wanted, position.sums, strict=True) if d is not None}
@@ -274,7 +291,7 @@ class _ReverseTape(Tape):
         what = {"the options": repr(options), **about(self._steps, self._last, inputs, found, a, losses)}
         return Journal(self._options.store, what, self._options.every)
 
-    def _all_leaves(self, losses: Losses) -> list[Tensor]:
+    def _all_leaves(self, losses: Pulls) -> list[Tensor]:
         """Return the outer variables of all steps. If requires_grad was set late, earlier steps use that tensor too."""
         every = [x for at in losses.values() for loss in at for x in loss.leaves]
         steps = [*self._steps.values(), *([self._open] if self._open else [])]
@@ -289,6 +306,11 @@ class _ReverseTape(Tape):
         return None
 
 
-def _between(losses: Losses, k: int) -> dict[int, Sequence[OuterLoss]]:
+def _with_computed(losses: Losses, computed: Mapping[Place, Sequence[Computed]]) -> Pulls:
+    """Return the losses and the computed values of each place, in the order in which the sweep comes to them."""
+    return {at: [*losses.get(at, ()), *reversed(computed.get(at, ()))] for at in {**losses, **computed}}
+
+
+def _between(losses: Pulls, k: int) -> dict[int, Sequence[OuterLoss | Computed]]:
     """Return the losses between the pieces of step k, by the number of pieces before them."""
     return {j: at for (i, j), at in losses.items() if i == k and j}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..autograd.derive import Traced
 from ..autograd.trees import State, as_leaves
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..model.ranks import Alone
 from ..step.step import Step
 from ..step.sums import is_same

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..autograd.derive import Gradients, Traced, grad, is_finite
 from ..autograd.graph import find_leaves
 from ..autograd.missing import explained
 from ..autograd.trees import Pairs, State
+from ..step.computed import Computed
 from ..step.monitor import LossMonitor
 from ..step.piece import Piece
 from ..step.step import Step
@@ -56,9 +57,9 @@ class _UnrollTape(Tape):
 
     def __init__(self) -> None:
         self._start: State = {}
-        self._losses_seen: set[object] = set()
         self._edges: list[list[GradientEdge]] = []  # the place of each state in the graph, without its values
         self._losses: list[Tensor] = []  # the added losses, with their graphs
+        self._leaves: list[Tensor] = []  # the outer variables that computed values use
 
     def start(self, z: State, copies: State) -> State:
         with torch.enable_grad():
@@ -77,7 +78,7 @@ class _UnrollTape(Tape):
         pass
 
     def evaluate(self, step: Step, z: State, pieces: Sequence[Piece], cut: Pairs, monitor: LossMonitor) -> State:
-        return step.evaluate(z, pieces, cut, monitor, graph=True, known=self._losses_seen)
+        return step.evaluate(z, pieces, cut, monitor, graph=True)
 
     def close(self, step: Step, z: State, update: Update) -> State:
         to = step.close(z, update, graph=True)
@@ -93,6 +94,12 @@ class _UnrollTape(Tape):
     def add_loss(self, loss: OuterLoss) -> None:
         self._losses.append(loss.traced(_value))
 
+    def compute(self, value: Computed, z: State) -> tuple[Any, State]:
+        given = value.first(z)
+        self._leaves += value.leaves
+        # The next step takes its direction with respect to new tensors, so that the value is a constant there.
+        return given, {n: x.view_as(x) if x.requires_grad else x for n, x in z.items()}
+
     def _with(self, end: OuterLoss | None, run: Callable[[Tensor], T]) -> T:
         """Return run(the scalar to differentiate): the loss at the end, or the sum of the added losses."""
         if end is None:
@@ -105,7 +112,10 @@ class _UnrollTape(Tape):
         found = Gradients()
 
         def run(loss: Tensor) -> None:
-            wanted = find_leaves(loss, self._start.values())[0] if inputs is None else inputs
+            wanted = inputs
+            if wanted is None:
+                found_here = find_leaves(loss, self._start.values())[0]
+                wanted = list({id(x): x for x in (*found_here, *self._leaves)}.values())
             if wanted:
                 with explained():
                     grads = grad([loss], wanted, [None], retain_graph=True, create_graph=create_graph)

@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..autograd.graph import GRAPH_TO_WEIGHTS, find_leaves, reaches, reads_since
-from ..autograd.look import FirstLook
 from ..autograd.trees import Pairs, State, map_tensors, tensors_of
-from ..kernels.replace import LongAttention, PaddedEmbedding, TakingDirection
-from ..model.losses import Loss, code_of
-from ..model.model import Model
+from ..model.model import QUANTISED, Evaluation, Model
 
+T = TypeVar("T")
 _NOTHING = nullcontext()
 
 
 # --- while a loss runs ---
 
 
-def first_look(model: Model, name: str, loss: Loss, taking: TakingDirection) -> AbstractContextManager[Any]:
-    """Watch the operations of a loss that was not evaluated before."""
-    if (key := (name, code_of(loss))) in model.seen.losses:
-        return _NOTHING
-    model.seen.losses.add(key)
-    # the weights of one task are in the model only while a loss runs, not in the backward pass
-    kept = model.graphs_are_kept or model.tasks.count is not None
-    return _looking(model, FirstLook(model.seen.constants, graphs_are_kept=kept), taking)
+def watched(model: Model, evaluation: Evaluation, function: Callable[..., T]) -> Callable[..., T]:
+    """Return a function of the model that notes running statistics which the model updates by code of its own."""
+    running = evaluation.running
+    if running is None:
+        return function
+
+    def run(*args: Any) -> T:
+        before = running.versions(model.seen.running)
+        returned = function(*args)
+        if found := running.foreign(before):
+            model.seen.unknown = evaluation.taking.unknown = found
+        weights = [holder[key] for holder, key, n in model.places if n in model.parameters]
+        model.put_buffers(running.unknown(model.seen.running, weights))
+        return returned
+
+    return run
 
 
-@contextmanager
-def _looking(model: Model, look: FirstLook, taking: TakingDirection) -> Generator[None]:
-    seen, rows = model.seen, PaddedEmbedding(taking, first_look=True)
-    # the innermost mode is LongAttention, which looks at the function that has called the kernel
-    with _refusing_quantised(model), look, _NOTHING if seen.padded else rows, LongAttention() as long:
-        yield
-    seen.long_attention = seen.long_attention or long.seen
-    seen.padded = seen.padded or rows.seen
+def refusing_quantised(model: Model) -> AbstractContextManager[Any]:
+    """Refuse quantised modules whose input requires grad: they have no derivative with respect to it."""
+    return _refusing_quantised(model) if model.quantised else _NOTHING
 
 
 @contextmanager
 def _refusing_quantised(model: Model) -> Generator[None]:
-    """Refuse quantised modules, which have no derivative with respect to their input."""
     names = {id(m): n for n, m in model.module.named_modules()}
 
     def watch(module: nn.Module, args: Any) -> None:
         home = type(module).__module__
-        if home.startswith(_QUANTISED) and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
+        if home.startswith(QUANTISED) and torch.is_grad_enabled() and any(x.requires_grad for x in tensors_of(args)):
             raise TypeError(
                 f"bilevel.inner: the layer {names.get(id(module), '')!r} ({type(module).__name__} of {home}) is "
                 "quantised, and what comes to it depends on the weights: it has no derivative. "
@@ -62,12 +62,6 @@ def _refusing_quantised(model: Model) -> Generator[None]:
         yield
     finally:
         handle.remove()
-
-
-# Those of torch. (bitsandbytes computes differentiable products of dequantised weights, which is exact.)
-_QUANTISED = (
-    "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized", "torch.nn.quantized",
-)  # fmt: skip
 
 
 def writes_to_weight(name: str, weight: str) -> str:
@@ -84,22 +78,16 @@ def writes_to_weight(name: str, weight: str) -> str:
 def leaves_of_loss(
     model: Model,
     name: str,
-    loss: Loss,
     value: Tensor,
     state: Sequence[Tensor],
     cut: Pairs,
     since: int,
     older: list[Any] | None = None,
-    known: set[object] | None = None,
 ) -> list[Tensor]:
     """Return the outer variables of the loss, and refuse a loss that does not depend on the weights as it should.
 
-    Nodes of its graph that are older than the step are added to `older`. A loss among `known` is not searched again.
+    Nodes of its graph that are older than the step are added to `older`.
     """
-    if known is not None:
-        if (key := (name, code_of(loss))) in known:
-            return []
-        known.add(key)
     found, connected = find_leaves(value, state, [x for _, x in cut], twice=True, since=since, older=older)
     if any(x in model.seen.states for x in found):
         raise ValueError(GRAPH_TO_WEIGHTS)
@@ -151,15 +139,17 @@ def check_batch(model: Model, where: str, batch: tuple[Any, ...], z: State, *, r
         if itself or reaches([x for x in tracked if not x.is_leaf], inner, stop, model.opened):
             raise ValueError(
                 f"bilevel.inner: a tensor in {where} was computed from the weights of this loop, and carries a "
-                "graph back to them, which a step would cut. Compute it inside h (or g), or "
-                ".detach() it if it is meant to be a constant."
+                "graph back to them, which a step would cut. Compute it inside h (or g); or by loop.compute(fn, "
+                "*args), which a step takes for a constant and the hypergradient does not; or .detach() it if it is "
+                "a constant in both."
             )
     if any(x in model.seen.derived for x in tensors):
         raise ValueError(
-            f"bilevel.inner: a tensor in {where} is what a loss of this loop returned beside its value: it depends "
-            "on the weights, and a step would take it for a constant. Keep it in a buffer of the model, "
-            "model.hidden = bilevel.stop_gradient(hidden) inside h, and it is part of the loop; or .detach() it "
-            "if it is meant to be a constant."
+            f"bilevel.inner: a tensor in {where} is what a loss of this loop returned beside its value, or what "
+            "loop(x) returned without a graph: it depends on the weights, and the hypergradient would take it for a "
+            "constant. Compute it by loop.compute(fn, *args), which a step takes for a constant and the "
+            "hypergradient does not. What h finds and the next step needs may stay in a buffer of the model, "
+            "model.hidden = bilevel.stop_gradient(hidden) inside h. Or .detach() it if it is a constant in both."
         )
     if replays and any(hasattr(x, "__next__") for x in batch):
         raise TypeError(

@@ -1,441 +1,239 @@
-"""Replacements of kernels whose second derivative is missing or wrong, which are in effect while a loss runs.
+"""Replacements of functions whose second derivative is missing or wrong, which are in effect while a loss runs.
+
+One function mode with a table is on. What passes no mode is patched meanwhile (switches.py).
 
 - Fused attention has no second derivative, on any device. Attention by plain products takes its place, in chunks for
   long sequences (`attention`). Where only a gradient is needed, on the CPU, the fused kernel stays.
 - The fused kernel of `torch.nn.utils.parametrizations.weight_norm` fails gradgradcheck. Its formula takes its place.
 - An embedding with padding_idx drops the gradient of that row. This is right for the direction of a step, and wrong in
-  every other derivative, where an embedding without padding_idx takes its place.
+  every other derivative, where an embedding without padding_idx takes its place. With sparse=True, its gradient has no
+  derivative; a dense one takes its place.
 - cuDNN's recurrent layers have no second derivative. The layers of torch take their place.
 - Reentrant activation checkpointing can't be differentiated by torch.autograd.grad. The non-reentrant kind takes its
   place.
-- BatchNorm and InstanceNorm update their running statistics outside autograd. Where the statistics are part of the
-  differentiated state, differentiable operations update them, and use them in eval mode.
+- torch.cond has a wrong second derivative. An `if` takes its place.
+- BatchNorm and InstanceNorm update their running statistics outside of autograd (statistics.py).
+- A hook on a tensor that changes a gradient would be applied to second derivatives too, and is refused when it does.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Generator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, TypeVar
+import functools
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
-from ..autograd.look import checkpointing
-from ..autograd.trees import map_tensors
-from .attention import MATH_KERNEL, attention
-
-T = TypeVar("T")
-
-# This lock is held while a loss runs, since the switches of attention and cuDNN, and the random states, belong to the
-# process and not to the thread. It is re-entrant, for a loop inside a loss.
-EXCLUSIVE = threading.RLock()
-NORMALISATIONS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)  # pyright: ignore[reportPrivateUsage]
+from ..autograd.derive import IN_BACKWARD
+from ..autograd.graph import nodes
+from ..autograd.look import called_by, checkpointing
+from ..autograd.trees import tensors_of
+from .attention import MATH_KERNEL
+from .statistics import RunningStatistics
+from .stopping import Differentiation, constant_in_step
+from .switches import Patched, attention_in_block
 
 
-def twice_differentiable(
-    *,
-    recurrent_on_gpu: bool = False,
-    weight_norm: bool = False,
-    long_attention: bool = False,
-    statistics: TakingDirection | None = None,
-    padded: TakingDirection | None = None,
+def replaced(
+    kernels: Kernels | None = None, *, fused: bool = False, recurrent_on_gpu: bool = False
 ) -> AbstractContextManager[Any]:
-    """Replace the kernels whose second derivative is missing or wrong, as far as the model uses them."""
-    if recurrent_on_gpu or weight_norm or long_attention or statistics is not None or padded is not None:
-        return _several(recurrent_on_gpu, weight_norm, long_attention, statistics, padded)
-    return _PLAIN_ATTENTION
+    """Replace what has no second derivative, or a wrong one. With `fused`, attention is that of the plain loop.
+
+    The mode is on in this context. If it is given, it is on only where the caller enters it around a loss, and in
+    backward passes that run a part of a loss again, since it costs about a microsecond an operation.
+    """
+    return _replaced(kernels, Patched(fused), recurrent_on_gpu)
 
 
 @contextmanager
-def _several(
-    recurrent_on_gpu: bool,
-    weight_norm: bool,
-    long_attention: bool,
-    statistics: TakingDirection | None,
-    padded: TakingDirection | None,
-) -> Generator[None]:
+def _replaced(kernels: Kernels | None, patched: Patched, recurrent_on_gpu: bool) -> Generator[None]:
     no_cudnn = torch.backends.cudnn.flags(enabled=False) if recurrent_on_gpu else nullcontext()
-    plain = _PlainWeightNorm() if weight_norm else nullcontext()
-    written_out = nullcontext() if statistics is None else RunningStatistics(statistics)
-    by_name = LongAttention() if long_attention else nullcontext()
-    rows = nullcontext() if padded is None else PaddedEmbedding(padded)
-    with _PLAIN_ATTENTION, no_cudnn, plain, written_out, by_name, rows:
-        yield
+    with patched, no_cudnn, Kernels(Differentiation()) if kernels is None else nullcontext():
+        IN_BACKWARD.append(lambda: kernels if kernels is not None and kernels.recomputes else nullcontext())
+        try:
+            yield
+        finally:
+            IN_BACKWARD.pop()
 
 
-class _PlainAttention(AbstractContextManager[None]):
-    """A context in which attention and activation checkpointing have second derivatives.
+class Kernels(TorchFunctionMode):
+    """The mode that is on while losses are evaluated and differentiated; it replaces the functions of a table.
 
-    Attention uses the one kernel that has a second derivative, like sdpa_kernel(MATH) at a sixth of its overhead, and
-    works in chunks for long sequences. Activation checkpointing is non-reentrant.
-
-    The switches belong to the process, so EXCLUSIVE is held. The attention function is replaced where torch and most
-    models look it up, which costs nothing if there is no attention. A mode would slow down every operation, and would
-    miss the calls of `F.multi_head_attention_forward`.
+    With `differentiated`, a derivative is taken of more than the direction of a step. `noted` collects the leaves that
+    losses use and that do not require grad, by their ids. With `graphs_are_kept`, activation checkpointing is refused:
+    it runs a part of the model again in the backward pass, when the model holds other weights.
     """
 
-    def __init__(self) -> None:
-        self._before: list[list[bool]] = []  # a loop may be inside a loss
-
-    def __enter__(self) -> None:
-        EXCLUSIVE.acquire()
-        _REPLACED.enter(_attention_in_block)
-        self._before.append([enabled() for enabled, _, _ in _ATTENTION])
-        for _, enable, wanted in _ATTENTION:
-            enable(wanted)
-
-    @property
-    def is_on(self) -> bool:
-        return bool(self._before)
-
-    def __exit__(self, *error: object) -> None:
-        for (_, enable, _), on in zip(_ATTENTION, self._before.pop(), strict=True):
-            enable(on)
-        _REPLACED.leave()
-        EXCLUSIVE.release()
-
-
-class _Replaced:
-    """The functions of torch that are replaced while a loss runs; replacements can be nested."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, Any]] = []
-
-    def enter(self, attention_in_block: Any) -> None:
-        self._before.append((checkpoint.CheckpointFunction, F.scaled_dot_product_attention))
-        checkpoint.CheckpointFunction = _NonReentrant  # pyright: ignore[reportAttributeAccessIssue]
-        if F.scaled_dot_product_attention in (MATH_KERNEL, _attention_in_block, _fused_attention):
-            F.scaled_dot_product_attention = attention_in_block  # otherwise another library has replaced the function
-
-    def leave(self) -> None:
-        function, kernel = self._before.pop()
-        checkpoint.CheckpointFunction = function  # pyright: ignore[reportAttributeAccessIssue]
-        if F.scaled_dot_product_attention in (_attention_in_block, _fused_attention):
-            F.scaled_dot_product_attention = kernel
-
-
-_REPLACED = _Replaced()
-
-
-class _FirstOrder(AbstractContextManager[None]):
-    """A context with the kernels of the plain loop, for a gradient that is not differentiated again.
-
-    Activation checkpointing is non-reentrant here too. Attention with dropout, and attention in low precision, use the
-    same kernel as where the step is differentiated, since others draw other random numbers and round differently.
-    """
-
-    def __init__(self) -> None:
-        self._depth = 0  # a loop may be inside a loss
-
-    def __enter__(self) -> None:
-        EXCLUSIVE.acquire()
-        _REPLACED.enter(_fused_attention)
-        self._depth += 1
-
-    @property
-    def is_on(self) -> bool:
-        return self._depth > 0
-
-    def __exit__(self, *error: object) -> None:
-        self._depth -= 1
-        _REPLACED.leave()
-        EXCLUSIVE.release()
-
-
-def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, *args: Any,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """Stand in for F.scaled_dot_product_attention where no second derivative is needed."""
-    precise = query.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled("cpu")
-    if (dropout_p == 0 and precise) or not FIRST_ORDER.is_on:
-        return MATH_KERNEL(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-    with _PLAIN_ATTENTION:
-        return attention(query, key, value, attn_mask, dropout_p, *args, **kwargs)
-
-
-FIRST_ORDER = _FirstOrder()
-
-
-class _NonReentrant:
-    """Activation checkpointing by saved-tensor hooks, since torch.autograd.grad does not support the reentrant kind."""
-
-    @staticmethod
-    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-
-
-_ATTENTION = [
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, True),
-]
-_PLAIN_ATTENTION = _PlainAttention()
-
-
-def _attention_in_block(*args: Any, **kwargs: Any) -> Tensor:
-    """Stand in for F.scaled_dot_product_attention while a loss runs, or later in modules first imported meanwhile."""
-    return (attention if _PLAIN_ATTENTION.is_on else MATH_KERNEL)(*args, **kwargs)
-
-
-class LongAttention(TorchFunctionMode):
-    """A mode for long attention in chunks where a model has imported the function under a name of its own.
-
-    A mode costs time. So this one is on in the first evaluation of a loss, and later only if that found such a call.
-    Code under activation checkpointing must run again, after the first evaluation, as it did at first. So it uses the
-    plain kernel.
-    """
-
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        evaluation: Differentiation,
+        *,
+        differentiated: bool = True,
+        statistics: RunningStatistics | None = None,
+        noted: dict[int, Any] | None = None,
+        graphs_are_kept: bool = False,
+    ) -> None:
         super().__init__()
-        self.seen = False
+        self.evaluation, self.differentiated, self.statistics = evaluation, differentiated, statistics
+        self._noted, self._kept = noted, graphs_are_kept
+        self.recomputes = False  # a part of a loss is under activation checkpointing
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        ours = attention.__code__, _fused_attention.__code__  # the two functions that call the kernel themselves
-        if func is MATH_KERNEL and sys._getframe(1).f_code not in ours and not checkpointing():  # pyright: ignore
-            self.seen = True
-            with _PLAIN_ATTENTION:
-                return attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        self.recomputes = self.recomputes or checkpointing()
+        if self._noted is not None and self.evaluation.evaluating:
+            self._look_at(args, self._noted)
+        replacement = _TABLE.get(func)
+        if replacement is not None:
+            return replacement(self, func, *args, **(kwargs or {}))
+        if not kwargs:
+            return func(*args)
+        made = func(*args, **kwargs)
+        if kwargs.get("requires_grad") is True:  # torch.rand(..., requires_grad=True)
+            self.flagged(made)
+        return made
 
-
-class _PlainWeightNorm(TorchFunctionMode):
-    """A mode that computes weight_norm by its formula, w = g·v/‖v‖."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._weight_norm:  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            v, g, dim = args
-            return v * (g / torch.norm_except_dim(v, 2, dim))
-        return func(*args, **(kwargs or {}))
-
-
-class TakingDirection:
-    """Whether the direction of a step is being computed, in which running statistics are constants."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self.evaluating = False  # a loss is being evaluated, so `stop_gradient` applies to gradients inside it too
-        self.losses = 0  # the number of losses that were evaluated so far
-        self.stops = False  # `stop_gradient` was called
-        self.without_graph = False  # a statistic was updated under activation checkpointing
-        self.replaying_block = False  # a block is run again in the backward pass, with its buffers (pullback/blocks.py)
-
-
-class _ConstantInStep(torch.autograd.Function):
-    """The identity, with no gradient in the direction of a step, and the usual gradient in its derivative."""
-
-    @staticmethod
-    def forward(taking: TakingDirection, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.taking = inputs[0]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, a: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, None if ctx.taking.on or ctx.taking.evaluating else a
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, taking: TakingDirection, x: Tensor) -> Any:  # pyright: ignore
-        return _ConstantInStep.apply(taking, x), in_dims[1]
-
-
-class PaddedEmbedding(TorchFunctionMode):
-    """A mode for an embedding with padding_idx=i: row i is constant in the direction of a step, not in its derivative.
-
-    torch's kernel drops that row from second derivatives as well, and from the gradient of g.
-
-    A mode costs time. So without an nn.Embedding(padding_idx=i) in the model, this one is on in the first evaluation of
-    a loss, and later only if that found such a call (`seen`).
-    """
-
-    def __init__(self, taking: TakingDirection, *, first_look: bool = False) -> None:
-        super().__init__()
-        self._taking, self._first_look = taking, first_look
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (self._embedding if func is F.embedding else func)(*args, **(kwargs or {}))
-
-    def _embedding(
-        self, input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        found = F.embedding(input, weight, None, *args, **kwargs)
-        if padding_idx is None:
-            return found
-        self.seen = True
-        if self._first_look and checkpointing():  # it would run again, after the first look, by torch's kernel
+    def _look_at(self, args: tuple[Any, ...], noted: dict[int, Any]) -> None:
+        if self._kept and checkpointing():
             raise RuntimeError(
-                "bilevel.inner: h or g calls F.embedding(..., padding_idx=...) under activation checkpointing, and the "
-                "model has no nn.Embedding with padding_idx. Call it outside of the checkpointed part, or as an "
-                "nn.Embedding(..., padding_idx=...)."
+                "bilevel.inner: h or g uses activation checkpointing (torch.utils.checkpoint), which runs a part of "
+                "the model again in the backward pass. With an engine that keeps graphs, the model holds other weights "
+                "by then. Use engine='reverse' without memory= and tasks=, or switch checkpointing off, which saves "
+                "little memory where the graphs of all steps are kept."
             )
-        padding = (input == padding_idx % len(weight)).unsqueeze(-1)
-        return torch.where(padding, _ConstantInStep.apply(self._taking, found), found)  # pyright: ignore
+        for x in args:
+            if isinstance(x, Tensor) and not x.requires_grad and x.is_leaf and x.is_floating_point():
+                noted[id(x)] = weakref.ref(x)
+
+    def flagged(self, x: Tensor) -> None:
+        """Note a leaf that a loss makes require grad. A parameter is none: a loss may build a part of a model."""
+        if self.evaluation.evaluating and not isinstance(x, nn.Parameter) and _is_outside_transforms():
+            self.evaluation.flag(x)
 
 
-_EVALUATIONS: list[tuple[int, TakingDirection]] = []  # the nested evaluations of losses, with their threads
+def _is_outside_transforms() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is None  # pyright: ignore
 
 
-def _current_evaluation() -> TakingDirection | None:
-    """Return the evaluation of a loss that this call belongs to, or None."""
-    if not _EVALUATIONS:
-        return None
-    thread, taking = _EVALUATIONS[-1]
-    # on a GPU, a thread of autograd that runs a checkpointed part again belongs to the evaluation
-    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-    return taking if thread == threading.get_ident() or in_backward else None
+# --- the table: a replacement is called with the mode, the function and its arguments, while the mode is off ---
 
 
-@contextmanager
-def evaluating(taking: TakingDirection) -> Generator[None]:
-    """Attribute calls of `stop_gradient` to this evaluation; EXCLUSIVE is held, so there is one at a time."""
-    _EVALUATIONS.append((threading.get_ident(), taking))
-    try:
-        yield
-    finally:
-        _EVALUATIONS.pop()
+def _attention(kernels: Kernels, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return attention_in_block(*args, **kwargs)
 
 
-def stop_gradient(x: T) -> T:
-    """x as a constant in the gradient that a step takes, with its own derivative in the hypergradient.
-
-    In a loss, `.detach()` says that a step's gradient does not go through x: a TD target, the other branch of SimSiam,
-    `fake.detach()`. But the weights after the step still depend on x, and `.detach()` drops this dependence from the
-    hypergradient. `stop_gradient` takes the same steps and keeps the dependence.
-
-    A buffer that a loss leaves as `stop_gradient(...)` (the hidden state in truncated backpropagation through time, an
-    EMA of the weights) is part of the state of the loop: the next step takes it as a constant, the hypergradient does
-    not. x may be a tensor, or a list, tuple or dict of tensors. Outside of a block it is `x.detach()`.
-
-    Examples:
-        The gradient of this loss is 2, whatever w is, so that a step of rate 0.5 subtracts 1.
-
-        >>> import torch, bilevel_plugin as bilevel
-        >>> model = torch.nn.Linear(1, 1, bias=False)
-        >>> h = lambda m: (m.weight - bilevel.stop_gradient(m.weight) + 1).square().sum()
-        >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
-        ...     w = loop.weights["weight"].item()
-        ...     _ = loop.step()
-        ...     print(round(loop.weights["weight"].item() - w, 4))
-        -1.0
-    """
-    taking = _current_evaluation()
-    if taking is None:
-        return map_tensors(lambda y: y.detach(), x)
-    taking.stops = True
-    return map_tensors(lambda y: _ConstantInStep.apply(taking, y), x)
+def _weight_norm(kernels: Kernels, func: Any, v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    kernels.evaluation.eager_only = "the model has weight_norm, whose compiled second derivative is wrong"
+    return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def is_stopped(x: Tensor) -> bool:
-    """Whether x is what `stop_gradient` returned."""
-    return type(x.grad_fn).__name__ == "_ConstantInStepBackward"
+def _embedding(
+    kernels: Kernels, func: Any, input: Tensor, weight: Tensor, padding_idx: int | None = None,
+    max_norm: float | None = None, norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute an embedding; a row of padding is constant in the direction of a step, and not in its derivative."""
+    if padding_idx is not None or sparse:
+        what = "sparse=True" if padding_idx is None else "padding_idx"
+        kernels.evaluation.eager_only = f"an embedding has {what}, whose compiled second derivative is wrong"
+    if not kernels.differentiated:
+        return func(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    found = func(input, weight, None, max_norm, norm_type, scale_grad_by_freq)
+    if padding_idx is None:
+        return found
+    padding = (input == padding_idx % len(weight)).unsqueeze(-1)
+    return torch.where(padding, constant_in_step(kernels.evaluation, found), found)
 
 
-class RunningStatistics(TorchFunctionMode):
-    """A mode for differentiable running statistics: b⁺ = (1 − m)·b + m·(mean or unbiased variance of the batch).
-
-    A call in training mode normalises as usual, and updates b by differentiable operations, in place. A call in eval
-    mode, which normalises by b, uses differentiable operations, so that b has a derivative.
-    """
-
-    def __init__(self, taking: TakingDirection) -> None:
-        super().__init__()
-        self._taking = taking
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
-        if func is F.instance_norm:
-            return self._instance_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if running_mean is None or running_var is None:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        if not training:
-            return self._normalise(input, running_mean, running_var, weight, bias, eps)
-        # the update comes first, since activation checkpointing ends a recomputation once all saved tensors are there
-        self._update(running_mean, running_var, input, [i for i in range(input.dim()) if i != 1], momentum)
-        return F.batch_norm(input, None, None, weight, bias, True, momentum, eps)
-
-    def _instance_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        use_input_stats: bool = True,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if running_mean is None or running_var is None:
-            return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
-        if not use_input_stats:
-            return self._normalise(input, running_mean, running_var, weight, bias, eps)
-        self._update(running_mean, running_var, input, list(range(2, input.dim())), momentum)
-        return F.instance_norm(input, None, None, weight, bias, True, momentum, eps)
-
-    def _normalise(
-        self, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        """Compute (x − mean)/√(var + ε), differentiable for the statistics."""
-        # a loss of the same step may have updated them
-        mean, var = (_ConstantInStep.apply(self._taking, b) for b in (mean, var))  # pyright: ignore
-        shape = [1, -1, *[1] * (x.dim() - 2)]
-        scale = (var + eps).rsqrt()
-        scale = scale if weight is None else scale * weight
-        out = (x - mean.view(shape)) * scale.view(shape)
-        return out if bias is None else out + bias.view(shape)
-
-    def _update(self, mean: Tensor, var: Tensor, x: Tensor, dims: list[int], momentum: float) -> None:
-        """Update the statistics by those of x over some dimensions; InstanceNorm averages over the samples."""
-        in_backward = torch._C._current_graph_task_id() != -1 and not self._taking.replaying_block  # pyright: ignore
-        if checkpointing() or in_backward:
-            # once in the forward pass, and once in its recomputation
-            self._taking.without_graph = True
-            x = x.detach()
-        x = x.to(mean.dtype)  # as in torch's kernel, a batch in bf16 is not rounded
-        for running, batch in zip((var, mean), torch.var_mean(x, dims, correction=1), strict=True):
-            batch = batch if batch.dim() == 1 else batch.mean(0)
-            running.mul_(1 - momentum).add_(batch, alpha=momentum)
+def _normalisation(kernels: Kernels, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    return (func if kernels.statistics is None else functools.partial(kernels.statistics, func))(*args, **kwargs)
 
 
-_DEVICE_TYPES = {"cpu"}
-if torch.accelerator.is_available():
-    _DEVICE_TYPES.add(torch.accelerator.current_accelerator().type)  # pyright: ignore[reportOptionalMemberAccess]
-_NOTHING = nullcontext()
+def _add_in_place(kernels: Kernels, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if kernels.statistics is not None and kernels.statistics.leaves_alone(x):
+        return x
+    return func(x, *args, **kwargs)
 
 
-def full_precision() -> AbstractContextManager[Any]:
-    """Switch autocast off for derivatives, which keep the dtypes of the operations in the forward pass."""
-    on = [kind for kind in _DEVICE_TYPES if torch.is_autocast_enabled(kind)]
-    return _without_autocast(on) if on else _NOTHING
+def _batch_norm(
+    kernels: Kernels, func: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, training: bool, momentum: float, eps: float, cudnn_enabled: bool = True,
+) -> Tensor:  # fmt: skip
+    """Compute torch.batch_norm or torch.instance_norm, which the functions of F call, called by hand."""
+    of = F.batch_norm if func is torch.batch_norm else F.instance_norm
+    return _normalisation(kernels, of, input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
-@contextmanager
-def _without_autocast(kinds: list[str]) -> Generator[None]:
-    with ExitStack() as stack:
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+def _require_grad(kernels: Kernels, func: Any, x: Tensor, requires_grad: bool = True) -> Tensor:
+    before = x.requires_grad
+    found = func(x, requires_grad)
+    if requires_grad and not before:
+        kernels.flagged(x)
+    return found
+
+
+def _set_requires_grad(kernels: Kernels, func: Any, x: Tensor, requires_grad: bool) -> None:
+    _require_grad(kernels, func, x, requires_grad)
+
+
+def _derivative(kernels: Kernels, func: Any, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute torch.autograd.grad; refuse a derivative that goes through the weights into earlier steps."""
+    kernels.evaluation.derives = True
+    if kernels.evaluation.behind:
+        weights = {x.grad_fn for x in kernels.evaluation.behind}
+        earlier = set(nodes(kernels.evaluation.behind)) - weights
+        if any(x.requires_grad and get_gradient_edge(x).node in earlier for x in tensors_of(inputs)):
+            raise RuntimeError(
+                "bilevel.inner: a loss begins after the first step to take derivatives of its own (torch.autograd.grad)"
+                " with respect to a tensor that earlier steps have used. With an engine that keeps one graph, they "
+                "would go through the weights into those steps. Take them with respect to x.detach().requires_grad_(), "
+                "or use engine='reverse'."
+            )
+    return func(outputs, inputs, *args, **kwargs)
+
+
+def _register_hook(kernels: Kernels, func: Any, x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    def looking_on(grad: Tensor) -> None:
+        version = grad._version
+        if hook(grad) is not None or grad._version != version:
+            raise RuntimeError(
+                "bilevel.inner: a loss registers a hook on a tensor that changes a gradient, and autograd would apply "
+                "the hook to second derivatives as well. Write what the hook does to the gradient as an operation of "
+                "the loss, or as a function of the direction (direction=)."
+            )
+
+    return func(x, looking_on)
+
+
+def _product(kernels: Kernels, func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if x.dim() == 0 and args and isinstance(args[0], Tensor) and called_by("torch.amp.grad_scaler"):
+        raise RuntimeError(
+            "bilevel.inner: a loss is scaled by a GradScaler, and a block has no scaler.step() to undo it, so that "
+            "every step would be too long by that factor. Return the loss unscaled, under torch.autocast(dtype="
+            "torch.bfloat16), which needs no scaling. In float16, multiply the loss by a number in h, and divide "
+            "by it in direction=: lambda d: {n: x / scale for n, x in d.items()}."
+        )
+    return func(x, *args, **kwargs)
+
+
+_flag: Any = Tensor.requires_grad
+_TABLE: dict[Any, Callable[..., Any]] = {
+    MATH_KERNEL: _attention,
+    F.embedding: _embedding,
+    F.batch_norm: _normalisation,
+    F.instance_norm: _normalisation,
+    torch.batch_norm: _batch_norm,
+    torch.instance_norm: _batch_norm,
+    torch._weight_norm: _weight_norm,  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    Tensor.add_: _add_in_place,
+    Tensor.mul: _product,
+    Tensor.__mul__: _product,
+    Tensor.register_hook: _register_hook,
+    torch.autograd.grad: _derivative,
+    Tensor.requires_grad_: _require_grad,
+    _flag.__set__: _set_requires_grad,
+}

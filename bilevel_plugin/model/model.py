@@ -17,8 +17,8 @@ hold the values of the current state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,7 +31,9 @@ from ..autograd.derive import without_hooks
 from ..autograd.graph import sequence_number
 from ..autograd.trees import State
 from ..autograd.weak import WeakTensors
-from ..kernels.replace import FIRST_ORDER, NORMALISATIONS, TakingDirection, evaluating, twice_differentiable
+from ..kernels.replace import Kernels, replaced
+from ..kernels.statistics import NORMALISATIONS, RunningStatistics
+from ..kernels.stopping import Differentiation, constant_in_step, evaluating
 from .losses import active_models
 from .ranks import Alone
 from .session import Session
@@ -39,6 +41,10 @@ from .tasks import OneProblem
 
 T = TypeVar("T")
 _RUNNING = ("running_mean", "running_var")
+# Those of torch. (bitsandbytes computes differentiable products of dequantised weights, which is exact.)
+QUANTISED = (
+    "torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.ao.nn.sparse.quantized", "torch.nn.quantized",
+)  # fmt: skip
 _NOTHING = nullcontext()
 Place = tuple[dict[str, Any], str, str]  # (the dict of a module, the key there, the name of the tensor)
 
@@ -51,9 +57,21 @@ class Evaluation:
     leaves: State  # what the step started from; the step is differentiated with respect to these
     statistics: State  # the buffers that are part of the state, as leaves
     watched: State  # the other buffers that a step has changed, as leaves
-    taking: TakingDirection
+    taking: Differentiation
     left: Callable[[], State]  # returns the buffers as the losses have left them
     tasks: State | None = None  # the tensors of all tasks, if the losses are mapped over them
+    running: RunningStatistics | None = None  # who normalises
+    kernels: Kernels | None = None  # the mode that the model runs in
+
+    @contextmanager
+    def with_kernels(self) -> Generator[None]:
+        """Have the kernels on inside this context, and not only where the model is called."""
+        kernels, self.kernels = self.kernels, None
+        try:
+            with kernels or _NOTHING:
+                yield
+        finally:
+            self.kernels = kernels
 
 
 @dataclass
@@ -61,13 +79,16 @@ class Seen:
     """What the evaluations of a loop have shown of its model and losses so far."""
 
     statistics: tuple[str, ...]  # the buffers that are part of the state
-    padded: bool  # an embedding has a row of padding: a module, or a call of F.embedding
+    running: tuple[str, ...]  # those of normalisations
     moving: set[str] = field(default_factory=set[str])  # the statistics that a step has changed
     changing: set[str] = field(default_factory=set[str])  # the other floating-point buffers that a step has changed
     stops: bool = False  # a loss has called `stop_gradient`
-    long_attention: bool = False  # a loss calls F.scaled_dot_product_attention by another name
-    losses: set[object] = field(default_factory=set[object])  # the losses that were evaluated
-    constants: dict[int, Any] = field(default_factory=dict[int, Any])  # leaves of theirs that do not require grad
+    derives: bool = False  # a loss takes derivatives of its own
+    recomputes: bool = False  # a part of a loss is under activation checkpointing
+    eager_only: str = ""  # why the losses can't run as compiled code, where no function is replaced
+    unknown: tuple[str, str] | None = None  # why the derivative of running statistics is not known, and a fix
+    outside: dict[int, Tensor] = field(default_factory=dict[int, Tensor])  # statistics of other modules, updated here
+    constants: dict[int, Any] = field(default_factory=dict[int, Any])  # leaves of losses that do not require grad
     aux: dict[str, Any] = field(default_factory=dict[str, Any])  # what the losses last returned beside their values
     states: WeakTensors = field(default_factory=WeakTensors)  # weights of steps that the user was given
     derived: WeakTensors = field(default_factory=WeakTensors)  # what depends on the weights, and has no graph
@@ -79,7 +100,8 @@ class Model:
 
     With optimizers, w is what they hold: `parameters`. Any other trainable parameter stays in the model, and may be an
     outer variable. `tasks` and `ranks` are what several inner problems, and several processes, change. With `swaps`,
-    weights are swapped in although no graph outlives its step.
+    weights are swapped in although no graph outlives its step. With `notes_leaves`, leaves of losses that do not
+    require grad are remembered: a step that has run can't be differentiated with respect to them.
     """
 
     def __init__(
@@ -91,6 +113,7 @@ class Model:
         *,
         graphs_are_kept: bool = False,
         swaps: bool = False,
+        notes_leaves: bool = False,
     ) -> None:
         self.module, self.parameters = module, parameters
         self.tasks, self.ranks = tasks or OneProblem(), ranks or Alone()
@@ -98,7 +121,7 @@ class Model:
         # still being built. The weights of such a block are only swapped in, as those of tasks are.
         nested = any(id(m) in modules for modules in active_models() for m in module.modules())
         self.holds = self.tasks.count is None and not nested
-        self.graphs_are_kept = graphs_are_kept
+        self.graphs_are_kept, self._notes_leaves = graphs_are_kept, notes_leaves or graphs_are_kept
         self.own = self.tasks.count is None and not (graphs_are_kept or swaps)
         self.modules = tuple(module.modules())
         self.ids = frozenset(map(id, self.modules))
@@ -114,14 +137,14 @@ class Model:
             for n, b in m.named_buffers(recurse=False)
             if n in _RUNNING
         }
-        padded = any(isinstance(m, nn.Embedding) and m.padding_idx is not None for m in self.modules)
-        self.seen = Seen(tuple(n for n, b in self.buffers.items() if id(b) in tracked), padded)
+        running = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
+        self.seen = Seen(running, running)
         self.buffers = self.tasks.repeated(self.buffers)
         held = (*module.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
         self.device_types = sorted({"cpu", *(d.type for d in self.devices)})
-        self.recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
-        self.weight_norm = any(map(_has_weight_norm, self.modules))
+        self._recurrent_on_gpu = bool(self.devices) and any(isinstance(m, nn.RNNBase) for m in self.modules)
+        self.quantised = any(type(m).__module__.startswith(QUANTISED) for m in self.modules)
         self.parametrized = any(parametrize.is_parametrized(m) for m in self.modules)
         self.session: Session | None = None
         self.opened = 0  # autograd's sequence number at which the block was opened
@@ -185,12 +208,15 @@ class Model:
         follow: bool = False,
         twice: bool | None = None,
         one: bool = False,
+        first: bool = False,
     ) -> T:
         """Return run(evaluation) with the weights of z, and copies of its buffers, in the model.
 
         With `graph`, a gradient can be differentiated a second time, unless `twice` is False. With `graph` and
         `follow`, running statistics can be differentiated with respect to. `one`: z is the state of one of the tasks.
+        `first`: a step is taken, and not run again; then alone statistics of modules outside of the model are updated.
         """
+        taking = Differentiation()
         copies, statistics, watched = self._copies(z, buffers, graph, follow)
         if self.own:
             self.hold(z, buffers)
@@ -198,13 +224,23 @@ class Model:
         else:
             leaves = {n: z[n] for n in self.parameters}
             weights = self.ranks.entering(leaves)
+            if any(x.grad_fn is not None for x in weights.values()):
+                if self.seen.derives:  # what a loss derives must not go through the weights into earlier steps
+                    weights = {n: constant_in_step(taking, x) for n, x in weights.items()}
+                else:
+                    taking.behind = tuple(weights.values())
             copies.update(weights)
         mapped = self.tasks.count is not None and not one
-        taking = TakingDirection()
         left = (lambda: {n: copies[n] for n in self.buffers}) if mapped else self.present_buffers
         evaluation = Evaluation(weights, leaves, statistics, watched, taking, left, copies if mapped else None)
         with (
-            self._kernels(evaluation, graph, graph if twice is None else twice),
+            self.kernels(
+                evaluation,
+                graph=graph,
+                twice=graph if twice is None else twice,
+                follow=bool(statistics),
+                first=first,
+            ),
             evaluating(taking),
             # hooks on parameters belong to the direction (see update/direction.py), and not to its derivative
             without_hooks(self.parameters.values()) if self.own else _NOTHING,
@@ -212,7 +248,10 @@ class Model:
             try:
                 return run(evaluation) if mapped else self.swapped(copies, lambda: run(evaluation))
             finally:
-                self.seen.stops = self.seen.stops or taking.stops
+                seen = self.seen
+                seen.stops, seen.derives = seen.stops or taking.stops, seen.derives or taking.derives
+                seen.eager_only = seen.eager_only or taking.eager_only
+                seen.recomputes = seen.recomputes or (evaluation.kernels is not None and evaluation.kernels.recomputes)
                 torch.clear_autocast_cache()  # a backward pass that ran code again may have left copies there
 
     def swapped(self, tensors: State, run: Callable[[], T]) -> T:
@@ -230,9 +269,15 @@ class Model:
 
     def call(self, function: Callable[..., Any], evaluation: Evaluation, args: Any, kwargs: Any = None) -> Any:
         """Return function(model, *args, **kwargs), mapped over the tasks if there are several."""
+        if evaluation.kernels is None:  # they are on, or this is compiled code
+            return self._call(function, evaluation, args, kwargs or {})
+        with evaluation.kernels:
+            return self._call(function, evaluation, args, kwargs or {})
+
+    def _call(self, function: Callable[..., Any], evaluation: Evaluation, args: Any, kwargs: Any) -> Any:
         if evaluation.tasks is None:
-            return function(self.module, *args, **(kwargs or {}))
-        return self.tasks.mapped(self, function, evaluation.tasks, (args, kwargs or {}))
+            return function(self.module, *args, **kwargs)
+        return self.tasks.mapped(self, function, evaluation.tasks, (args, kwargs))
 
     def present_buffers(self, modules: Iterable[nn.Module] | None = None) -> State:
         """Return the buffers that are in the model now, or in some of its modules."""
@@ -261,33 +306,37 @@ class Model:
                     copies[n] = old.detach().clone()
         return copies, *leaves
 
-    def _kernels(self, evaluation: Evaluation, graph: bool, twice: bool) -> AbstractContextManager[Any]:
-        """Return the context with the kernels of the plain loop, or with those that can be differentiated twice.
-
-        Where no second derivative is needed, the plain loop's give the same gradient up to rounding, except that on a
-        device they may draw other random numbers, and that running statistics and padded rows have a gradient in g.
-        """
-        follow, seen = bool(evaluation.statistics), self.seen
-        others = follow or (graph and seen.padded) or seen.long_attention or evaluation.tasks is not None
-        if not (twice or others or self.devices or self.weight_norm):
-            return FIRST_ORDER
-        taking = evaluation.taking if graph else None
-        return self.twice_differentiable(taking, statistics=follow)
-
-    def twice_differentiable(
-        self, taking: TakingDirection | None = None, *, statistics: bool = True, compiled: bool = False
+    def kernels(
+        self,
+        evaluation: Evaluation,
+        *,
+        graph: bool = True,
+        twice: bool = True,
+        follow: bool = False,
+        first: bool = False,
     ) -> AbstractContextManager[Any]:
-        """Avoid the kernels whose second derivative is missing or wrong.
+        """Replace the functions whose derivative with respect to the weights is missing or wrong, in what `call` runs.
 
-        With `taking`, also avoid those that are constant in the direction of a step but not in its derivative.
+        With `graph`, a derivative is taken of more than the direction of a step; with `twice`, that of the direction.
         """
-        return twice_differentiable(
-            recurrent_on_gpu=self.recurrent_on_gpu,
-            weight_norm=self.weight_norm,
-            long_attention=self.seen.long_attention and not compiled,
-            statistics=taking if statistics else None,
-            padded=taking if self.seen.padded else None,
+        taking, seen = evaluation.taking, self.seen
+        taking.unknown = seen.unknown
+        evaluation.running = RunningStatistics(
+            taking, self.present_buffers, seen.outside, differentiable=follow, first=first, warns=seen.warns
         )
+        # the weights of one task are in the model only while a loss runs, not in the backward pass
+        kept = self.graphs_are_kept or self.tasks.count is not None
+        mode = evaluation.kernels = Kernels(
+            taking,
+            differentiated=graph,
+            statistics=evaluation.running,
+            noted=seen.constants if kept or self._notes_leaves else None,
+            graphs_are_kept=kept,
+        )
+        mode.recomputes = seen.recomputes
+        # on a device the kernels of the plain loop may draw different random numbers
+        fused = not (twice or self.devices or evaluation.tasks is not None)
+        return replaced(mode, fused=fused, recurrent_on_gpu=self._recurrent_on_gpu)
 
 
 class _Host(nn.Module):
@@ -319,8 +368,3 @@ def _slots(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, 
         for key, t in held.items()
         if id(t) in names
     ]
-
-
-def _has_weight_norm(module: nn.Module) -> bool:
-    """Whether the module is torch's parametrization of weight_norm, or has torch's older hook for it."""
-    return any(type(x).__name__ in ("_WeightNorm", "WeightNorm") for x in (module, *module._forward_pre_hooks.values()))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.trees import State
-from ..kernels.replace import EXCLUSIVE
+from ..kernels.switches import EXCLUSIVE
 from .losses import evaluating_loss
 
 NESTED: set[int] = set()  # ids of the parameters that blocks inside losses have trained since it was last cleared

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..autograd.trees import State, map_tensors, tensors_of
-from ..kernels.replace import is_stopped, stop_gradient
+from ..kernels.stopping import is_stopped, stop_gradient
 
 if TYPE_CHECKING:
     from .model import Model

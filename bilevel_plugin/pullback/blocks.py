@@ -155,11 +155,12 @@ class _Tangents:
         """Return the tangents of the gradients, while the model holds dual numbers."""
         piece = self._piece
         blocks = Blocks(piece, inside, self._wanted)
-        with OnDualNumbers() as blocks.dual, blocks.installed(self._modules):
+        # a mode that is entered later is asked first: that of dual numbers, for embeddings with a row of padding
+        with inside.with_kernels(), OnDualNumbers(inside.taking) as blocks.dual, blocks.installed(self._modules):
             with unsuited("a loss"):
                 weighted, values = piece.losses(inside)
-            if inside.taking.stops or inside.taking.without_graph:
-                raise Unsuited("a loss stops a gradient, or updates running statistics under checkpointing")
+            if inside.taking.stops or inside.taking.unknown:
+                raise Unsuited((inside.taking.unknown or ("a loss stops a gradient",))[0])
             with torch.enable_grad():
                 outputs = [sum(weighted[1:], weighted[0])]
             along = [torch.ones_like(outputs[0])]

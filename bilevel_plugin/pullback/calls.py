@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..autograd.derive import grad
 from ..autograd.graph import leaf_of, nodes, sequence_number
 from ..autograd.missing import explained
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..model.model import Evaluation
 from ..step.conditions import drawn_from, random_states, set_modes, set_random_states
 from ..step.piece import Piece

@@ -17,7 +17,9 @@ from torch._dynamo import config, lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 
 from ..autograd.trees import State, as_leaves, map_tensors
-from ..kernels.replace import NORMALISATIONS, TakingDirection
+from ..kernels.statistics import NORMALISATIONS
+from ..kernels.stopping import Differentiation
+from ..kernels.switches import Patched
 from ..model.losses import Loss
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
@@ -34,7 +36,7 @@ class _Functions:
 
     def __init__(self, model: Model, losses: Sequence[Loss], only: frozenset[str] | None, mapped: bool) -> None:
         self._seen: list[Tensor] = []
-        names, taking = tuple(model.parameters), TakingDirection()
+        names, taking = tuple(model.parameters), Differentiation()
         moved = [n for n in names if only is None or n in only]
 
         def evaluate(w: State, rates: list[Tensor], buffers: State, batches: list[Any], graph: bool) -> Any:
@@ -148,10 +150,9 @@ class Compiler:
 
     def first(self, piece: Piece, z: State) -> Found | None:
         """Evaluate a piece for the first time by compiled code, or eagerly if it is the first of its kind."""
-        model = piece.model
         if self._is_known(piece):
             try:
-                with model.twice_differentiable(compiled=True):
+                with Patched(False):
                     d, values, left, seen = _functions(piece).gradient(*_arguments(piece, z))
                 if any(x.grad_fn is not None for x in seen):
                     raise TorchDynamoException(
@@ -196,10 +197,8 @@ class Compiler:
             self._disable("a loss returns more than its value")
         elif seen.stops:
             self._disable("a loss calls stop_gradient, which compiled code would ignore")
-        elif seen.padded:
-            self._disable("an embedding has padding_idx, whose compiled second derivative is wrong")
-        elif model.weight_norm:
-            self._disable("the model has weight_norm, whose compiled second derivative is wrong")
+        elif seen.eager_only:
+            self._disable(seen.eager_only)
         elif seen.moving and not all(judged):
             self._disable("a loss uses running statistics in eval mode, whose derivative is not compiled")
         elif any(torch.is_autocast_enabled(kind) for kind in model.device_types):
@@ -219,7 +218,7 @@ class Compiler:
             return lean.pull(piece, z, cotangent, b, wanted)
         functions, (w, *arguments) = _functions(piece), _arguments(piece, z)
         try:
-            with piece.model.twice_differentiable(compiled=True):
+            with Patched(False):
                 if cotangent.known is None:
                     d = functions.gradient(w, *arguments)[0]
                     u = cotangent(piece, d)

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from ..autograd.look import hooks_on_saved
+from ..kernels.stopping import Differentiation
 
 tangents_enabled = forward_ad._set_fwd_grad_enabled  # pyright: ignore[reportPrivateUsage]
 
@@ -65,9 +66,9 @@ class OnDualNumbers(TorchFunctionMode):
     block, operations run without a graph, while grad mode stays as the block expects it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, taking: Differentiation) -> None:
         super().__init__()
-        self._on, self._without_graphs, self.in_block = True, False, False
+        self._on, self._taking, self.in_block = True, taking, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._on and not self.in_block and hooks_on_saved is not None and hooks_on_saved(True) is not None:
@@ -80,7 +81,7 @@ class OnDualNumbers(TorchFunctionMode):
                 torch._C._set_fwd_grad_enabled(args[0])  # pyright: ignore
         elif func is F.embedding and self._on:
             func = _embedding
-        if self._without_graphs:
+        if self._taking.without_graphs:
             with torch.no_grad():
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -88,11 +89,11 @@ class OnDualNumbers(TorchFunctionMode):
     @contextmanager
     def without_graphs(self) -> Generator[None]:
         """Record no graph inside this context."""
-        self._without_graphs = True
+        self._taking.without_graphs = True
         try:
             yield
         finally:
-            self._without_graphs = False
+            self._taking.without_graphs = False
 
     @contextmanager
     def off(self) -> Generator[None]:

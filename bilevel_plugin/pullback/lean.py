@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..autograd.look import checkpointing
 from ..autograd.trees import State
-from ..kernels.replace import TakingDirection, full_precision
+from ..kernels.stopping import Differentiation
+from ..kernels.switches import full_precision
 from ..model.model import Evaluation
 from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
@@ -54,7 +55,7 @@ class _Op(ABC):
     """An operation y = op(x, w) + b that is linear in x and in w."""
 
     def fits(self, x: Tensor, w: Tensor) -> bool:
-        return x.dtype == w.dtype
+        return x.dtype == w.dtype and not x.is_nested
 
     @abstractmethod
     def __call__(self, x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor: ...
@@ -121,7 +122,7 @@ _OPS: dict[object, Callable[..., tuple[Tensor, Tensor, Tensor | None, _Op]]] = {
 class LeanProducts(TorchFunctionMode):
     """A mode in which products with these weights have gradients `_WithoutValue` inside `taking_gradient`."""
 
-    def __init__(self, weights: Collection[Tensor], taking: TakingDirection) -> None:
+    def __init__(self, weights: Collection[Tensor], taking: Differentiation) -> None:
         super().__init__()
         self._ids = {id(x) for x in weights}
         self._taking = taking

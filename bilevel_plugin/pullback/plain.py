@@ -15,7 +15,6 @@ from ..guards.held import warn_if_read
 from ..model.model import Evaluation
 from ..step.cotangent import CotangentOf, PulledPiece
 from ..step.piece import Found, Piece
-from ..step.sums import statistics_under_checkpointing
 
 
 def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Sequence[Tensor]) -> PulledPiece:
@@ -34,8 +33,6 @@ def differentiate(
     statistics = evaluation.statistics
     # a buffer that became part of the state in this step is not among the statistics
     moved = {n: x for n, x in found.left.items() if n in b and (n in statistics or x.requires_grad)}
-    if evaluation.taking.without_graph and moved:
-        raise RuntimeError(statistics_under_checkpointing("g in training mode"))
     outputs, along = {**found.direction, **moved}, {**u, **{n: b[n] for n in moved}}
     inputs = {**evaluation.leaves, **statistics}
     watched = evaluation.watched
@@ -45,5 +42,5 @@ def differentiate(
     if watched:
         warn_if_read(piece.model, dict(zip(watched, grads[first:second], strict=True)))
     adjoint = {n: x for n, x in zip(inputs, grads, strict=False) if x is not None}
-    left = {} if evaluation.taking.without_graph else {n: x.detach() for n, x in moved.items()}
+    left = {} if evaluation.taking.unknown else {n: x.detach() for n, x in moved.items()}
     return PulledPiece(adjoint, grads[second:], found.values, statistics, left)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.trees import same_bits
-from ..kernels.replace import EXCLUSIVE
+from ..kernels.switches import EXCLUSIVE
 from ..model.model import Model
 
 RandomStates = dict[object, Any]  # by device (None is the host), "python" and "numpy"

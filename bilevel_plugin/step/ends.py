@@ -6,7 +6,7 @@ import torch
 
 from ..autograd.derive import norm
 from ..autograd.trees import State, same_bits
-from ..kernels.replace import full_precision
+from ..kernels.switches import full_precision
 from ..update.update import weight_of
 from .cotangent import Pulled
 from .step import Step

@@ -16,8 +16,9 @@ from torch import Tensor
 from ..autograd.derive import grad
 from ..autograd.missing import explained
 from ..autograd.trees import Pairs, State
-from ..guards.evaluation import as_aux, first_look, leaves_of_loss, writes_to_weight
-from ..kernels.replace import full_precision, is_stopped
+from ..guards.evaluation import as_aux, leaves_of_loss, refusing_quantised, watched, writes_to_weight
+from ..kernels.stopping import is_stopped
+from ..kernels.switches import full_precision
 from ..model.losses import Loss, active_models, check_arguments, value_and_aux
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
@@ -127,8 +128,12 @@ class Piece:
         *,
         graph: bool = False,
         follow: bool = False,
+        first: bool = False,
     ) -> T:
-        """Return what `use` makes of the losses and their gradient at z, while the model holds its weights."""
+        """Return what `use` makes of the losses and their gradient at z, while the model holds its weights.
+
+        `first` says that a step is taken, and not run again.
+        """
 
         def run(evaluation: Evaluation) -> T:
             weighted, values = self.losses(evaluation)
@@ -137,7 +142,7 @@ class Piece:
             stopped = frozenset(n for n, b in left.items() if b.requires_grad and is_stopped(b))
             return use(evaluation, Found(weighted, values, d, left, stopped))
 
-        return self.at(z, run, graph=graph, follow=follow)
+        return self.at(z, run, graph=graph, follow=follow, first=first)
 
     def begin(self, k: int, cut: Pairs, buffers: State) -> None:
         """Record the conditions of the first evaluation, which begins now."""
@@ -149,15 +154,15 @@ class Piece:
             conditions = Conditions(self.model, others=fetched is not None)
         self._record = Record(k, conditions, cut)
 
-    def note(self, evaluation: Evaluation, found: Found, since: int, known: set[object] | None = None) -> None:
-        """Record what the first evaluation has used; `known` has the losses whose outer variables are known."""
+    def note(self, evaluation: Evaluation, found: Found, since: int) -> None:
+        """Record what the first evaluation has used."""
         record, model = self.record, self.model
         own = model.parameters if model.own else {}
         state = [*evaluation.leaves.values(), *evaluation.statistics.values(), *own.values()]
         older: list[Any] = []
         leaves: dict[int, Tensor] = {}
-        for (name, loss, *_), value in zip(self.terms, found.weighted, strict=False):
-            new = leaves_of_loss(model, name, loss, value, state, record.cut, since, older, known)
+        for term, value in zip(self.terms, found.weighted, strict=False):
+            new = leaves_of_loss(model, term.name, value, state, record.cut, since, older)
             leaves.update((id(x), x) for x in new)
         self.runs_into_other_graphs = bool(older)
         self._note(found.values, list(leaves.values()))
@@ -210,8 +215,9 @@ def value_of(model: Model, name: str, loss: Loss, evaluation: Evaluation, batch:
     taking.evaluating = True
     before = [x._version for x in evaluation.weights.values()]
     try:
-        with first_look(model, name, loss, taking):
-            value, aux = model.call(lambda *args: value_and_aux(name, loss(*args)), evaluation, batch)
+        with refusing_quantised(model):
+            run = watched(model, evaluation, lambda *args: value_and_aux(name, loss(*args)))
+            value, aux = model.call(run, evaluation, batch)
         model.seen.aux[name] = as_aux(model, aux)
     except TypeError as error:
         check_arguments(name, loss, model.module, batch, error)

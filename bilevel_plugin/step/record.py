@@ -31,17 +31,18 @@ _CHANGED = (
 class Record:
     """What an evaluation used, and what it found: values, and the outer variables in its graph."""
 
-    __slots__ = ("conditions", "cut", "k", "leaves", "of_step", "seals", "values")
+    __slots__ = ("conditions", "cut", "k", "leaves", "of", "seals", "values")
 
-    def __init__(self, k: int, conditions: Conditions, cut: Pairs, *, of_step: bool = True) -> None:
-        self.k, self.conditions, self.cut, self.of_step = k, conditions, cut, of_step
+    def __init__(self, k: int, conditions: Conditions, cut: Pairs, *, of: str = "") -> None:
+        self.k, self.conditions, self.cut = k, conditions, cut
+        self.of = of  # what was evaluated, if it is not a step
         self.leaves: list[Tensor] = []
         self.values: tuple[float | Tensor, ...] = ()  # the values of the losses on this process
         self.seals: list[tuple[str, Tensor, int]] = []  # what it used, with the versions of then
 
     @property
     def where(self) -> str:
-        return f"step k = {self.k}" if self.of_step else f"the outer loss after step k = {self.k}"
+        return f"{self.of} after step k = {self.k}" if self.of else f"step k = {self.k}"
 
     def note(self, values: Iterable[Tensor], leaves: Sequence[Tensor], batches: Sequence[tuple[str, Any]]) -> None:
         """Record the values of the losses, the outer variables that they use, and the tensors of their batches."""
@@ -83,10 +84,10 @@ class Record:
 
     def differs(self) -> RuntimeError:
         """Return the error for a repetition with another result."""
-        if self.of_step:
-            what = f"{self.where}, run again for the hypergradient, ended elsewhere or saw another loss"
-        else:
+        if self.of:
             what = f"{self.where}, evaluated again for the hypergradient, has another value"
+        else:
+            what = f"{self.where}, run again for the hypergradient, ended elsewhere or saw another loss"
         return RuntimeError(f"bilevel.inner: {what}. {_CHANGED}")
 
     def share_with(self, before: Record) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..autograd.trees import State
-from ..kernels.replace import EXCLUSIVE
+from ..kernels.switches import EXCLUSIVE
 from ..model.losses import Loss, code_of
 from ..model.model import Model
 from .batches import Micro, Reduction, choose, samples_of, split

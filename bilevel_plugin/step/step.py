@@ -20,7 +20,8 @@ from torch import Tensor
 from ..autograd.derive import Gradients
 from ..autograd.graph import find_leaves, sequence_number
 from ..autograd.trees import Pairs, State
-from ..kernels.replace import full_precision
+from ..autograd.weak import with_computed
+from ..kernels.switches import full_precision
 from ..model.model import Evaluation, Model
 from ..model.tasks import row_of
 from ..update.update import Update
@@ -30,7 +31,7 @@ from .hooks import OfCall, leaves_of_hooks
 from .monitor import LossMonitor
 from .piece import First, Found, Piece
 from .record import holds_same_objects
-from .sums import Sums, plus, statistics_under_checkpointing
+from .sums import Sums, plus
 
 
 class Pullable(Protocol):
@@ -75,28 +76,27 @@ class Step:
         monitor: LossMonitor,
         *,
         graph: bool = False,
-        known: set[object] | None = None,
         first: First | None = None,
         within: Callable[[Piece, Evaluation, Found], None] | None = None,
     ) -> State:
         """Evaluate these pieces for the first time at z, add their gradients, and return the means of the losses.
 
-        With `graph` the sums have the graph of the whole. `known` has losses whose graphs need no look. `first` is
-        another way to evaluate a piece. `within` is called while the model holds the weights of a piece.
+        With `graph` the sums have the graph of the whole. `first` is another way to evaluate a piece. `within` is
+        called with the graph of a piece while the model holds its weights.
         """
         model, open = self.model, self.open
         assert open is not None
         sums, buffers, values = open.sums.copy(), open.buffers, dict[str, Tensor]()
         modes, aux = [m.training for m in model.modules], list[dict[str, Any]]()
-        several = sum(not piece.row for piece in pieces) > 1
+        several, traced = sum(not piece.row for piece in pieces) > 1, graph or within is not None
         for piece in pieces:
             if piece.row:
                 set_modes(model.modules, modes)  # the losses of another task may have changed them
             piece.begin(self.k, cut, buffers)
-            at, use = sums.at(z), _Noting(piece, sequence_number(), graph, known, within)
+            at, use = sums.at(z), _Noting(piece, sequence_number(), graph, within)
             found = None if first is None else first(piece, at)
             if found is None:
-                found = piece.evaluate(at, use, graph=graph or within is not None, follow=graph or within is not None)
+                found = piece.evaluate(at, use, graph=traced, follow=traced, first=True)
             piece.record.conditions.end_of_call()
             whole = sums.add(piece, found, graph=graph)
             if whole is not None:
@@ -215,7 +215,7 @@ class Step:
             if self.update is None and not b:
                 continue  # the step is open, and nothing is differentiated through this piece
             record = piece.record
-            wanted = record.leaves if inputs is None else inputs
+            wanted = with_computed(inputs, record.leaves)
             if piece.last:
                 hooked = piece.hooks is not None
                 of_call = OfCall(self, i, z, before, cotangent, wanted, into) if hooked else cotangent
@@ -243,7 +243,7 @@ class Step:
 
     def _wanted(self, inputs: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """Return the outer variables that the update is differentiated with respect to."""
-        return self.pieces[-1].record.leaves if inputs is None else inputs
+        return with_computed(inputs, self.pieces[-1].record.leaves)
 
     def _statistics_before(self, z: State, cotangent: Cotangent, after: bool) -> list[State]:
         """Return the statistics before each piece that z lacks, and after the last.
@@ -283,15 +283,12 @@ class _Noting:
         piece: Piece,
         since: int,
         graph: bool,
-        known: set[object] | None,
         within: Callable[[Piece, Evaluation, Found], None] | None,
     ) -> None:
-        self._piece, self._since, self._graph, self._known, self._within = piece, since, graph, known, within
+        self._piece, self._since, self._graph, self._within = piece, since, graph, within
 
     def __call__(self, evaluation: Evaluation, found: Found) -> Found:
-        self._piece.note(evaluation, found, self._since, self._known)
-        if (self._graph or self._within is not None) and evaluation.taking.without_graph:
-            raise RuntimeError(statistics_under_checkpointing("engine='reverse' with g in training mode"))
+        self._piece.note(evaluation, found, self._since)
         if self._within is not None:
             # a derivative may run a checkpointed part again, which changes buffers in place
             found.left = {n: b if b.requires_grad else b.clone() for n, b in found.left.items()}

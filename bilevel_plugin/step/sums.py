@@ -135,11 +135,3 @@ def _is_counter(new: Tensor, old: Tensor) -> bool:
 def _unless_equal(new: Tensor, old: Tensor) -> Tensor:
     """Return the old buffer if the new one is equal, so that it is stored once. (BatchNorm does not raise versions.)"""
     return old if is_same(new, old) else new
-
-
-def statistics_under_checkpointing(instead: str) -> str:
-    return (
-        "bilevel.inner: a normalisation layer updates its running statistics under activation checkpointing, and a "
-        f"loss uses them in eval mode. The derivative of that update is not known. Use {instead}, or take the layer "
-        "out of the checkpointed part."
-    )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_batchedtensor
 
-from ..kernels.replace import stop_gradient
+from ..kernels.stopping import stop_gradient
 from .direction import not_held
 from .solvers import Value
 

@@ -7,18 +7,18 @@ from .style import BLUE, GREEN, RED, save
 
 BOXES = {  # key -> x, y, width, title, text, colour
     "yours": (0.0, 3.0, 2.1, "yours", "model, h, g, λ\nyour loop", "0.35"),
-    "binding": (2.8, 4.2, 2.6, "binding, tasks, parallel", "w in the model, h(w)", BLUE),
-    "solvers": (2.8, 3.0, 2.6, "solvers, schedules", "weights of h and g in step k", BLUE),
-    "updates": (2.8, 1.8, 2.6, "updates", "SGD, Adam, …, clipping", BLUE),
-    "inner": (2.8, 0.4, 2.6, "inner, loop", "where they meet", RED),
-    "step": (6.1, 3.0, 2.3, "step", "z⁺ = Υ(z, ∇ℓ)", BLUE),
-    "replay": (9.1, 3.0, 2.5, "replay", "the same step, run again", BLUE),
-    "pullback": (9.1, 4.2, 2.5, "pullback/", "the derivative of one step", GREEN),
-    "engines": (12.3, 3.0, 2.5, "hypergrad/", "the derivative of a loop", GREEN),
+    "model": (2.8, 4.2, 2.6, "model/", "w in the model, h(w)", BLUE),
+    "solvers": (2.8, 3.0, 2.6, "update/solvers", "weights of h and g in step k", BLUE),
+    "updates": (2.8, 1.8, 2.6, "update/", "SGD, Adam, …, clipping", BLUE),
+    "inner": (2.8, 0.4, 2.6, "inner, loop, run", "where they meet", RED),
+    "step": (6.1, 3.0, 2.3, "step/step", "z⁺ = Υ(z, Σ ∇ℓ_i)", BLUE),
+    "record": (9.1, 3.0, 2.5, "step/record", "the same step, run again", BLUE),
+    "pullback": (9.1, 4.2, 2.5, "pullback/", "the derivative of one piece", GREEN),
+    "engines": (12.3, 3.0, 2.5, "engine/", "the derivative of a loop", GREEN),
     "grads": (12.3, 0.4, 2.5, "gradients", "hypergrad(λ), backward()", "0.35"),
 }
-ARROWS = [("yours", "binding"), ("yours", "solvers"), ("yours", "updates"), ("binding", "step"), ("solvers", "step"),
-          ("updates", "step"), ("step", "replay"), ("step", "pullback"), ("replay", "engines"), ("pullback", "engines"),
+ARROWS = [("yours", "model"), ("yours", "solvers"), ("yours", "updates"), ("model", "step"), ("solvers", "step"),
+          ("updates", "step"), ("step", "record"), ("step", "pullback"), ("record", "engines"), ("pullback", "engines"),
           ("engines", "grads")]  # fmt: skip
 HEIGHT = 0.9
 

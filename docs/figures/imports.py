@@ -12,8 +12,10 @@ PAGE = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end of what was made -->\n"
 
 LEVELS = (  # a file imports files of levels before its own, and of its own level without going round in a circle
-    ("autograd/",), ("kernels/",), ("update/",), ("model/",), ("step/", "pullback/"), ("engine/",),
-    ("check/",), ("loop", "inner"), ("check/gradcheck", "check/runs", "check/check_loop"), ("__init__",),
+    ("autograd/",), ("kernels/",), ("update/",), ("model/", "guards/"), ("step/",), ("pullback/",), ("engine/",),
+    ("check/",), ("run", "outer", "inputs", "collect", "loop", "inner"),
+    ("check/gradcheck", "check/runs", "check/check_loop", "check/trainings", "check/smoothness", "check/forecast"),
+    ("__init__",),
 )  # fmt: skip
 
 
@@ -54,16 +56,18 @@ def edges(package: Path = PACKAGE) -> list[Edge]:
 
 
 def upward(found: list[Edge]) -> list[Edge]:
-    """The edges to a file of a later level, or round in a circle."""
+    """The edges to a file of a later level, or round in a circle; names of types may go both ways in one level."""
     place = {name: i for i, name in enumerate(order(found))}
-    return [e for e in found if level(e.to) > level(e.of) or place.get(e.to, -1) >= place.get(e.of, -1)]
+    circles = [e for e in found if e.kind != "types" and place.get(e.to, -1) >= place.get(e.of, -1)]
+    return [e for e in found if level(e.to) > level(e.of) or e in circles]
 
 
 def order(found: list[Edge]) -> list[str]:
     """The files, each after those that it imports, and by their levels and names where that leaves a choice."""
     before: dict[str, set[str]] = {name: set() for e in found for name in (e.of, e.to)}
     for e in found:
-        before[e.of].add(e.to)
+        if e.kind != "types":
+            before[e.of].add(e.to)
     done: list[str] = []
     while before:
         ready = [name for name, imports in before.items() if not imports & before.keys()] or list(before)

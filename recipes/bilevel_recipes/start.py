@@ -14,6 +14,10 @@ def fewshot() -> int:
     return _run("bilevel-fewshot", "few_shot")
 
 
+def attribute() -> int:
+    return _run("bilevel-attribute", "attribution")
+
+
 def _run(program: str, package: str) -> int:
     try:
         return importlib.import_module(f"bilevel_recipes.{package}.__main__").main()

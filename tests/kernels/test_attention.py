@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bilevel_plugin as bilevel
 from benchmarks.measure import live
-from bilevel_plugin.kernels.replace import twice_differentiable
+from bilevel_plugin.kernels.replace import replaced
+from bilevel_plugin.kernels.switches import Patched
 
 chunks = importlib.import_module("bilevel_plugin.kernels.attention")
 MATH = torch.ops.aten._scaled_dot_product_attention_math
@@ -29,7 +30,7 @@ def plain(q, k, v, mask=None, **options):
     before = chunks.LONG
     chunks.LONG = 2**62
     try:
-        with twice_differentiable():
+        with replaced():
             return F.scaled_dot_product_attention(q, k, v, mask, **options)
     finally:
         chunks.LONG = before
@@ -287,10 +288,11 @@ def test_meta(always, dropout_p):
 
 def test_functional_transforms_and_the_compiler_take_the_plain_kernel(always):
     q, k, v = (x.detach() for x in tensors((4, 2, 7, 3), (4, 2, 7, 3), (4, 2, 7, 3)))
-    with twice_differentiable():
+    with replaced():
         found = torch.func.vmap(F.scaled_dot_product_attention)(q, k, v)
         agree([found], [MATH(q, k, v)[0]])
         torch.func.grad(lambda q: F.scaled_dot_product_attention(q, k, v).sum())(q)
+    with Patched(fused=False):  # as compiled steps run
         compiled = torch.compile(
             lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend="eager", fullgraph=True
         )
@@ -304,7 +306,7 @@ def test_nested_tensors_go_to_the_kernel(always, layout):
     parts = [torch.randn(n, 2, 3) for n in (4, 6)]
     x = torch.nested.nested_tensor(parts, layout=layout).transpose(1, 2)
     x = x.contiguous() if layout == torch.strided else x
-    with twice_differentiable():
+    with replaced():
         found = F.scaled_dot_product_attention(x, x, x)
     for y, part in zip(found.unbind(), parts, strict=True):
         p = part.transpose(0, 1)
@@ -315,7 +317,7 @@ def test_nested_tensors_go_to_the_kernel(always, layout):
 def test_short_sequences_are_left_to_the_kernel_bit_for_bit(monkeypatch):
     monkeypatch.setattr(chunks, "in_chunks", None)
     q, k, v = tensors(Q, K, K)
-    with twice_differentiable():
+    with replaced():
         assert torch.equal(F.scaled_dot_product_attention(q, k, v), MATH(q, k, v)[0])
         length = int(chunks.LONG**0.5) + 1
         x = torch.zeros(length, 1)
@@ -342,7 +344,7 @@ def test_what_the_kernel_refuses_is_refused(always, case):
     q, k = tensors(Q, K)
     with pytest.raises(Exception) as theirs:  # noqa: PT011 (whatever torch raises)
         case(plain, q, k)
-    with twice_differentiable(), pytest.raises(type(theirs.value)) as ours:
+    with replaced(), pytest.raises(type(theirs.value)) as ours:
         case(chunks.attention, q, k)
     assert str(ours.value) == str(theirs.value)
 
@@ -442,14 +444,12 @@ def test_hypergradients_that_are_differentiated_again(always, monkeypatch):
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activation_checkpointing(always, by_name, reentrant, dropout, monkeypatch):
-    """A function that was imported by its own name is then the plain kernel, in the first pass and in every other."""
+def test_activation_checkpointing(always, by_name, reentrant, dropout):
+    """Also of a function that was imported by its own name."""
     function = lambda: by_its_own_name if by_name else F.scaled_dot_product_attention
     model = lambda checkpointed: lambda: ByName(function, dropout, checkpointed)
     found = hypergradient(model(reentrant), "reverse")
-    assert bool(always) != by_name
-    if by_name:
-        monkeypatch.setattr(chunks, "LONG", 2**62)
+    assert always
     agree(found, hypergradient(model(None), "unroll"))
 
 
@@ -537,15 +537,15 @@ def test_a_function_of_somebody_elses_is_left_alone(always, monkeypatch):
     calls = []
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **o: calls.append(1) or by_its_own_name(*a, **o))
     theirs = F.scaled_dot_product_attention
-    with twice_differentiable():
+    with replaced():
         assert F.scaled_dot_product_attention is theirs
     assert F.scaled_dot_product_attention is theirs
 
 
 def test_a_reference_that_was_taken_in_a_block_is_the_kernel_afterwards(always):
     q, k, v = (x.detach() for x in tensors(Q, K, K))
-    with twice_differentiable():
-        with twice_differentiable():
+    with replaced():
+        with replaced():
             pass
         taken = F.scaled_dot_product_attention
         taken(q, k, v)

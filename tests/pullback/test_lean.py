@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bilevel_plugin as bilevel
-from bilevel_plugin.kernels.replace import TakingDirection
+from bilevel_plugin.kernels.stopping import Differentiation
 from bilevel_plugin.pullback.lean import LeanProducts
 
 N = 6
@@ -139,7 +139,7 @@ def test_what_is_left_out_and_what_is_not():
     """Zeros for a matrix, the numbers themselves for all else; and a user's own gradient has its own."""
     model, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), torch.randn(5, 3).double()
     weights = list(model.parameters())
-    with LeanProducts(weights, TakingDirection()) as products:
+    with LeanProducts(weights, Differentiation()) as products:
         loss = plain(model, x).mean()
     with products.taking_gradient():
         found = torch.autograd.grad(loss, weights, create_graph=True)

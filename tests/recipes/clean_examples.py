@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from bilevel_recipes.clean.calibration import Range
 from bilevel_recipes.clean.rows import Kind, Rows
 from bilevel_recipes.clean.verdict import Verdict
 
@@ -40,8 +41,8 @@ def example_verdict(rows: Rows, share: float = 0.5, seed: int = 0) -> Verdict:
     """Call about this share of the unchecked rows wrong; the scores are all different."""
     rng = np.random.default_rng(seed)
     n, c = len(rows.y), len(rows.classes)
-    score = np.where(rows.checked, 1.0, rng.permutation(n) / n)
-    issue = (score < share) & ~rows.checked
+    score = np.where(rows.known, 1.0, rng.permutation(n) / n)
+    issue = (score < share) & ~rows.known
     other = (rows.y + rng.integers(1, c, n)) % c
     probabilities = rng.dirichlet(np.full(c, 0.3), n) * 0.5
     probabilities[np.arange(n), np.where(issue, other, rows.y)] += 0.5
@@ -49,15 +50,20 @@ def example_verdict(rows: Rows, share: float = 0.5, seed: int = 0) -> Verdict:
     np.fill_diagonal(noise, 0.8)
     return Verdict(
         score=score,
+        belief=score,
         issue=issue,
         suggested=np.where(issue, other, rows.y),
         probabilities=probabilities.astype(np.float32),
         noise=noise,
         given=rows.y,
+        truth=rows.right,
         checked=rows.checked,
         checked_accuracy=0.91,
         base_accuracy=0.4,
-        false_alarms=0.01,
+        left=Range(30.0, 20.0, 45.0),
+        precision=Range(0.8, 0.7, 0.9),
+        by_class=np.linspace(0.1, 0.3, c),
+        near=((np.arange(n)[:, None] + np.arange(1, 4)) % n).astype(np.int32),
         method="A linear model and a noise matrix, both learnt from the checked rows.",
         warnings=["The class 'bird' has 4 checked rows; its suspects are less certain."],
         history=[{"step": k, "outer_loss": 1 / (k + 1), "weight_decay": 0.1 * k} for k in range(5)],

@@ -92,7 +92,7 @@ def test_clicks_export_and_reading_back(open_page, written, tmp_path):
     read = read_decisions(_export(page, tmp_path / "decisions.csv"), rows).set_index("row")
     assert read.decision[rows.used[order[:4]]].tolist() == ["relabel", "keep", "drop", "relabel"]
     after = decided(rows, read.reset_index())
-    label = dict(zip(after.used.tolist(), after.y.tolist(), strict=True))
+    label = dict(zip(after.used.tolist(), after.labels.tolist(), strict=True))
     want = [verdict.suggested[order[0]], rows.y[order[1]], None, fourth]
     assert [label.get(rows.used[i]) for i in order[:4]] == want
 
@@ -158,7 +158,7 @@ def test_filter_pages_and_bulk_with_undo(open_page, written):
     page.click("#clear")
     page.check("input[value=rest]")
     page.wait_for_function("location.hash.includes('view=rest')")
-    assert page.inner_text("#listed").startswith(f"{(~verdict.issue & ~verdict.checked).sum()} other rows")
+    assert page.inner_text("#listed").startswith(f"{(~verdict.issue & ~verdict.known).sum()} other rows")
 
 
 def test_reload_import_and_refused_import(open_page, written, tmp_path):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from bilevel_recipes.clean.features import features
 from bilevel_recipes.clean.read import Rows, fingerprint, read
 
 RNG = np.random.default_rng(0)
@@ -255,7 +256,7 @@ def test_columns_that_are_no_features_are_left_out_with_a_word() -> None:
         user_id=RNG.permutation(1000)[:12],
         code=[f"x{i}" for i in range(12)],
         label_text=["Katze", "Hund"] * 6,
-        when=pd.date_range("2024-01-01", periods=12),
+        when=[object()] * 12,
         truth=["dog", "cat"] * 6,
         label_score=0.5,
         void=[None] * 12,
@@ -271,15 +272,18 @@ def test_columns_that_are_no_features_are_left_out_with_a_word() -> None:
         read(frame[["id", "label", "checked"]])
 
 
-def test_rows_with_nan_name_their_columns_and_a_missing_category_is_one() -> None:
+def test_rows_with_empty_cells_are_used_and_a_missing_category_is_one() -> None:
     frame = table(colour=["red", None, "blue"] * 4, whole=pd.array([1, 2, 3] * 4, dtype="Int64"))
     frame.loc[5, "a"] = np.inf
     frame.loc[5, "b"] = np.nan
     frame.loc[6, "whole"] = pd.NA
     rows = read(frame)
-    assert rows.skipped["reason"].tolist() == ["NaN or infinite in column a, b", "NaN or infinite in column whole"]
+    assert rows.skipped.empty
     assert rows.content["colour"].astype(str).tolist()[:3] == ["red", "", "blue"]
-    assert len(rows.content) == len(rows.y) == 10
+    assert rows.content[["a", "b", "whole"]].isna().sum().tolist() == [1, 1, 1]
+    made = features(rows)
+    assert np.isfinite(made.x).all()
+    assert made.x.shape == (12, 3 * 2 + 3)  # each column of numbers, and where it is empty
 
 
 # --- images ----------------------------------------------------------------------------------------------------
@@ -420,11 +424,12 @@ def test_used_and_skipped_partition_the_rows_and_y_decodes_to_the_given_labels(
     assert sorted([*rows.used, *rows.skipped["row"]]) == list(range(len(lines)))
     assert labels(rows) == [lines[row][0] for row in rows.used]
     assert rows.checked.tolist() == marks[rows.used].tolist()
-    assert rows.content["v"].tolist() == [lines[row][1] for row in rows.used]
+    numbers = np.array([lines[row][1] for row in rows.used])
+    np.testing.assert_array_equal(rows.content["v"], np.where(np.isfinite(numbers), numbers, np.nan))
     assert [int(name) for name in rows.names] == rows.used.tolist()
     for row in rows.skipped["row"]:
-        name, value = lines[row]
-        assert name is None or not name.strip() or not np.isfinite(value)
+        name, _ = lines[row]
+        assert name is None or not name.strip()
 
 
 # --- checked ---------------------------------------------------------------------------------------------------
@@ -546,11 +551,13 @@ def many(n: int, values: Any) -> pd.DataFrame:
     ("frame", "options", "sentence"),
     [
         (table(label="cat"), {}, r"only one class, 'cat': nothing can be mislabelled"),
-        (table().drop(columns="checked"), {}, r"does not say which labels were checked\. Say which labels"),
-        (table(checked=False), {}, r"no row that can be used is checked\. Say which"),
         (table(checked=True), {}, r"all rows are checked, so there is nothing to judge"),
         (table(checked=[1, 0] * 6), {}, r"all 6 checked rows are of one class, 'cat'; check rows of every"),
-        (many(80, np.linspace(0, 1, 80)), {}, r"80 different numbers in 80 rows; it looks like numbers to regress"),
+        (
+            many(80, np.linspace(0, 1, 80)),
+            {},
+            r"80 different numbers, some with decimals in 80 rows; it looks like numbers to regress",
+        ),
         (
             many(80, [f"c{i // 1.5}" for i in range(80)]),
             {},
@@ -562,7 +569,7 @@ def many(n: int, values: Any) -> pd.DataFrame:
         (table(), {"label": "zzz"}, r"no column 'zzz'.*Did you mean label='label'\?"),
         (table().rename(columns={"label": "q"}), {}, r"no column 'label'\. .*Name one of them with label=\."),
         (table(), {"checked": "chekced"}, r"neither a column nor a file.*Did you mean checked='checked'"),
-        (table(checked="maybe"), {}, r"the column checked holds maybe in 12 rows; true, yes and 1 mean"),
+        (table(checked="maybe"), {}, r"the column checked holds maybe in 12 rows; true, yes, x and 1 mean"),
         (table(), {"checked": [True, False]}, r"checked has 2 entries, but the table has 12 rows"),
         (
             table(),
@@ -572,7 +579,7 @@ def many(n: int, values: Any) -> pd.DataFrame:
         (table(), {"columns": ["a", "x", "y"]}, r"no column x and no column y\. The columns are a, b, label, checked"),
         (table(), {"columns": []}, r"columns is empty"),
         (table(), {"columns": ["a", "label"]}, r"label holds the labels or the checked marks; leave it out"),
-        (table(d=pd.date_range("2024", periods=12)), {"columns": ["d"]}, r"columns d hold neither numbers nor text"),
+        (table(d=[object()] * 12), {"columns": ["d"]}, r"columns d hold neither numbers nor text"),
         (table(), {"text": "a", "columns": ["b"]}, r"text and columns were given; the features are one of them"),
         (table(), {"image": "pth"}, r"no column 'pth'"),
         (table(), {"root": "nowhere"}, r"root='nowhere' is not a folder"),
@@ -582,8 +589,8 @@ def many(n: int, values: Any) -> pd.DataFrame:
         (pd.concat([table(), table()[["a"]]], axis=1), {}, r"more than one column named a; rename"),
         (
             table(a=[np.nan] * 7 + [1.0] * 5),
-            {},
-            r"7 of 12 rows can't be used(?s:.*)0: NaN(?s:.*)4: NaN or infinite in column a\n",
+            {"columns": ["a"]},
+            r"7 of 12 rows can't be used(?s:.*)0: every column is empty(?s:.*)4: every column is empty\n",
         ),
         (table(label=[None] * 10 + ["cat", "dog"]), {}, r"10 of 12 rows can't be used(?s:.*)4: no label\nCorrect"),
         (table(), {"embeddings": np.ones((3, 2))}, r"embeddings has 3 rows, but the table has 12"),
@@ -599,14 +606,20 @@ def test_refused_tables(frame: pd.DataFrame, options: dict[str, Any], sentence: 
     ("name", "raw", "sentence"),
     [
         ("gone.csv", None, r"gone\.csv does not exist; give \.csv"),
-        ("mine.xlsx", b"x", r"ends in '\.xlsx'; what can be read is \.csv, \.tsv, \.parquet, \.npz, or a folder"),
+        (
+            "mine.docx",
+            b"x",
+            r"ends in '\.docx'; what can be read is \.csv, \.tsv, \.xlsx, \.jsonl, \.parquet, \.npz, or a",
+        ),
+        ("mine.xlsx", b"x", r"damaged, or not a \.xlsx file"),
+        ("mine.jsonl", b"{", r"damaged, or not a \.jsonl file"),
         ("mine", b"x", r"ends in 'no suffix'"),
         ("mine.csv", b"", r"is empty; it needs a header"),
         ("mine.csv", b"label,checked,a\n", r"is empty"),
         ("mine.csv", b"label,a,a\ncat,1,2\n", r"more than one column named a; rename"),
         ("mine.csv", b"label,a\ncat,1,2\n", r"as many cells in each line"),
         ("mine.csv", b"label,a\ncat,1\ndog,1,2\n", r"as many cells in each line"),
-        ("mine.csv", b"label,a\n\xff\xfe,1\n", r"not a table in UTF-8"),
+        ("mine.csv", b"label,a\n\x81\xfe,1\n", r"is not a table with"),
         ("mine.parquet", b"PAR1 nonsense", r"damaged, or not a \.parquet file"),
         ("mine.npz", b"nonsense", r"is damaged, or not an \.npz"),
     ],
@@ -658,8 +671,7 @@ def test_other_refusals(tmp_path: Path) -> None:
         read(folder(tmp_path / "pets"), checked=tmp_path / "void")
     with pytest.raises(ValueError, match="root goes with image paths in a table; pets has the images"):
         read(tmp_path / "pets", root=tmp_path)
-    with pytest.raises(ValueError, match="pets does not say which labels were checked"):
-        read(tmp_path / "pets")
+    assert not read(tmp_path / "pets").checked.any()
     for name in ("train", "test"):
         folder(tmp_path / "both" / name)
     with pytest.raises(ValueError, match=r"are test, train, which are splits and not classes; give one of them"):

@@ -18,6 +18,7 @@ from PIL import Image
 
 from bilevel_recipes import on_page
 from bilevel_recipes.clean import report
+from bilevel_recipes.clean.calibration import UNKNOWN
 from bilevel_recipes.clean.decisions import COLUMNS, decided, read_decisions, review_key
 from bilevel_recipes.clean.report import write_report
 
@@ -104,8 +105,8 @@ def test_the_trust_line_warnings_and_what_is_behind(tmp_path):
     (path,), verdict = _write(tmp_path, rows, table=table)
     text = " ".join(Page(path).text.replace("\u202f", " ").split())
     for want in ("Rows 122 12 checked, 2 skipped", f"Suspects {verdict.issue.sum()}", "Accuracy on checked rows 91.0 %",
-                 f"Estimated noise {100 * verdict.noise_rate:.1f} %", "40.0 % by always naming",
-                 f"Expected precision {100 * verdict.expected_precision:.1f} %", *verdict.warnings,
+                 f"Estimated noise {100 * verdict.noise_rate.value:.1f} %", "90 %: ", "40.0 % by always naming",
+                 f"Expected precision {100 * verdict.precision.value:.1f} %", *verdict.warnings,
                  "Two columns are equal.", "The columns were read.", "method F1 ours 0.5 theirs –",
                  "outer loss: 1 → 0.2",
                  "0 gone.png the file is damaged 1 bare.png no label", '"seed": 3', '"torch":',
@@ -142,7 +143,7 @@ def test_many_pictures_go_to_a_folder_and_leave_it_again(tmp_path, monkeypatch):
     (path, folder), _ = _write(tmp_path, rows)
     data = Page(path).data
     assert folder == tmp_path / "report_files"
-    assert len(set(data["content"])) == len(data["content"]) == len([*folder.iterdir()])
+    assert len(set(data["content"] + data["gallery"])) == len([*folder.iterdir()])
     i = rows.used.tolist().index(data["row"][-1])
     assert np.array_equal(np.asarray(Image.open(tmp_path / data["content"][-1])), rows.content[i])
     _write(tmp_path, example_rows("images", 60))
@@ -191,7 +192,9 @@ def test_nothing_suspected(tmp_path):
     rows = example_rows("table", 30)
     verdict = example_verdict(rows, 0.0)
     assert not verdict.issue.any()
-    (path,), _ = _write(tmp_path, rows, replace(verdict, checked_accuracy=float("nan"), history=[], warnings=[]))
+    (path,), _ = _write(
+        tmp_path, rows, replace(verdict, checked_accuracy=float("nan"), precision=UNKNOWN, history=[], warnings=[])
+    )
     page = Page(path)
     assert page.data["groups"]["suspects"] == [0, 0]
     assert page.text.count("unknown") == 2

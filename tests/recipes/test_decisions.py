@@ -12,7 +12,15 @@ from clean_examples import example_rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bilevel_recipes.clean.decisions import COLUMNS, DROPPED, decided, read_decisions, review_key
+from bilevel_recipes.clean.decisions import (
+    COLUMNS,
+    DROPPED,
+    NEW,
+    decided,
+    random_order,
+    read_decisions,
+    review_key,
+)
 from bilevel_recipes.tables import csv_text
 
 HEADER = ",".join(COLUMNS) + "\n"
@@ -46,11 +54,12 @@ def file(rows, tmp_path):
 def test_rows_are_changed_as_decided(rows, file):
     after = decided(rows, read_decisions(file, rows))
     assert after.used.tolist() == [u for u in rows.used if u != rows.used[5]]
-    assert rows.classes[after.y[3]] == _other(rows, 3)
-    assert after.y[4] == rows.y[4]
-    assert after.checked[[3, 4]].all()
-    assert not rows.checked[[3, 4]].any()  # the rows that were passed are not changed
-    assert after.checked.sum() == rows.checked.sum() + 2
+    assert rows.classes[after.labels[3]] == _other(rows, 3)
+    assert np.array_equal(after.y[:5], rows.y[:5])  # what the data has
+    assert after.labels[4] == rows.y[4]
+    assert after.known[[3, 4]].all()
+    assert not rows.known[[3, 4]].any()  # the rows that were passed are not changed
+    assert after.known.sum() == rows.known.sum() + 2
     assert after.names == rows.names[:5] + rows.names[6:]
     pd.testing.assert_frame_equal(after.content, rows.content.drop(index=5))
     last = after.skipped.iloc[-1]
@@ -119,9 +128,34 @@ def test_round_trip(tmp_path_factory, classes, choices, delimiter):
     after = decided(rows, read)
     assert len(after.used) == n - (read.decision == "drop").sum()
     want = {i: c % len(classes) if d == "relabel" else rows.y[i] for i, (_, c, d) in enumerate(choices) if d != "drop"}
-    assert after.y.tolist() == list(want.values())
-    assert after.checked.tolist() == [bool(choices[i][2]) or bool(rows.checked[i]) for i in want]
+    assert after.labels.tolist() == list(want.values())
+    assert after.known.tolist() == [bool(choices[i][2]) or bool(rows.checked[i]) for i in want]
     assert review_key(after, read) == review_key(rows)
+
+
+def test_suspects_that_were_reviewed_are_no_random_sample(rows):
+    order = random_order(rows)
+    where = {int(row): i for i, row in enumerate(rows.used)}
+    assert sorted(order) == rows.used[~rows.checked].tolist()
+    lines = [
+        _line(rows, where[row], "keep", rows.classes[rows.y[where[row]]]) for row in (order[0], order[1], order[3])
+    ]
+    review = read_decisions(pd.DataFrame(lines, columns=COLUMNS), rows)
+    after = decided(rows, review)
+    new = after.checked & ~rows.checked
+    assert set(after.used[new].tolist()) == set(order[:2])  # the third of the order was not decided
+    assert random_order(after, review) == order
+    assert after.known.sum() == rows.known.sum() + 3
+
+
+def test_unsure_leaves_a_row_as_it_is_and_a_new_class_takes_it_out(rows):
+    lines = [_line(rows, 3, "unsure"), _line(rows, 4, "new", "zebra")]
+    after = decided(rows, read_decisions(pd.DataFrame(lines, columns=COLUMNS), rows))
+    assert not after.known[3]
+    assert after.used.tolist() == [u for u in rows.used if u != rows.used[4]]
+    assert after.skipped.iloc[-1]["reason"] == NEW
+    with pytest.raises(ValueError, match="a new class has a name that no other class has"):
+        read_decisions(pd.DataFrame([_line(rows, 4, "new", rows.classes[0])], columns=COLUMNS), rows)
 
 
 def test_review_key_follows_names_and_labels(rows):

@@ -46,7 +46,7 @@ def example(
     fold = torch.randperm(rows, generator=draw) % count
     penalty = 0.5 + torch.rand(inputs, generator=draw)
     group = (torch.arange(inputs) >= inputs - 1).long()
-    return Folds(x, y, at, fold, penalty, group, classes)
+    return Folds(x, y, torch.full_like(y, -1), at, fold, penalty, group, classes)
 
 
 # --- the noise matrix -------------------------------------------------------------------------------------------------
@@ -239,11 +239,11 @@ def test_training_never_diverges(scale, alpha, outlier, checked, solver, seed):
     one.x[:2] = outlier * one.x[:1]  # the same row twice, with two labels: no step may go far either way
     one.x.mul_(10**scale)
     # each row in both folds: what a classifier was trained on is what it is asked about
-    twice = {name: getattr(one, name).repeat_interleave(2, 0) for name in ("x", "y", "checked")}
+    twice = {name: getattr(one, name).repeat_interleave(2, 0) for name in ("x", "y", "truth", "checked")}
     folds = replace(one, **twice, fold=torch.arange(128) % 2)
     noise = Noise(3, alpha=alpha, groups=2)
     matrix = noise.log_matrix().detach()
-    logits, _ = learn(folds, noise, steps=40, outer_steps=0, solver=solver)
+    logits = folds.own(learn(folds, noise, steps=40, outer_steps=0, solver=solver)[0])
 
     def objective(log_p):
         h = given_label_loss(log_p[~folds.checked], folds.y[~folds.checked], matrix).mean()
@@ -300,7 +300,7 @@ def test_hypergradients_against_differences_of_the_plain_loop(solver):
             differences[name].view(-1)[i] = (ends[0] - ends[1]) / 2e-5
     expected, loss = plain_loop(folds, noise, solver, 7, rate)
     logits, _ = learn(folds, noise, steps=7, outer_steps=0, solver=solver)
-    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(folds.own(logits), expected)
     _, losses = learn(folds, noise, steps=7, outer_steps=1, solver=solver)
     assert losses[0] == pytest.approx(float(loss), rel=1e-9)
     assert losses[1] < losses[0]
@@ -314,11 +314,11 @@ def test_hypergradients_against_differences_of_the_plain_loop(solver):
 
 def test_no_classifier_has_seen_the_label_of_the_row_that_it_judges():
     folds = example(rows=60, checked=20)
-    before, _ = learn(folds, Noise(3, alpha=0.7, groups=2), steps=15, outer_steps=0)
+    before = folds.own(learn(folds, Noise(3, alpha=0.7, groups=2), steps=15, outer_steps=0)[0])
     for row in (0, 7, 19, 20, 33, 59):  # three checked ones, and three others
         y = folds.y.clone()
         y[row] = (y[row] + 1) % 3
-        after, _ = learn(replace(folds, y=y), Noise(3, alpha=0.7, groups=2), steps=15, outer_steps=0)
+        after = folds.own(learn(replace(folds, y=y), Noise(3, alpha=0.7, groups=2), steps=15, outer_steps=0)[0])
         here = folds.fold == folds.fold[row]
         assert torch.equal(before[here], after[here]), row  # bit for bit, as its fold is left out
         assert not torch.equal(before[~here], after[~here]), row

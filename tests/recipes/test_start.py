@@ -14,8 +14,8 @@ HOME = Path(__file__).parents[2]
 SCRIPTS = re.findall(r'^(bilevel-\w+) = "(.+):(.+)"$', (HOME / "pyproject.toml").read_text(encoding="utf-8"), re.M)
 
 
-def test_both_programs_are_found() -> None:
-    assert [program for program, _, _ in SCRIPTS] == ["bilevel-clean", "bilevel-fewshot"]
+def test_the_programs_are_found() -> None:
+    assert [program for program, _, _ in SCRIPTS] == ["bilevel-clean", "bilevel-fewshot", "bilevel-attribute"]
 
 
 @pytest.mark.parametrize(("program", "module", "function"), SCRIPTS)

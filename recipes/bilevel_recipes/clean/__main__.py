@@ -19,7 +19,7 @@ from .cleaner import Cleaner, limited
 from .compare import Comparison, Demo, demo
 from .run import REPORT, check_folder, resumed, write
 
-ABOUT = "Find wrong labels with the help of a few that were checked, review them, and write the cleaned table."
+ABOUT = "Find wrong labels, with the help of a few that were checked, review them, and write the cleaned table."
 EXAMPLES = """examples:
   bilevel-clean demo                                          handwritten digits with wrong labels, in a minute
   bilevel-clean mine.csv --label species --checked verified   a table of numbers and words
@@ -57,6 +57,8 @@ class Reading:
     """Columns of numbers or categories to use."""
     embeddings: File = None
     """A .npy file with one line of numbers for each row, which are used instead."""
+    pred_probs: File = None
+    """A .npy file with the probability of each class for each row, by models that were not trained on that row."""
     root: Folder = None
     """Folder that the image files are in; without this flag, that of the data."""
 
@@ -68,7 +70,7 @@ class Output:
     out: Folder = None
     """Folder for the results; without this flag, runs/NAME with the name of the data."""
     decisions: File = None
-    """The review that was exported from report.html. Labels that it keeps or changes count as checked."""
+    """The review that was exported from report.html. Its labels are known from then on."""
     resume: Switch = False
     """Write the files that are missing from the run in --out, if data and settings are still the same."""
     overwrite: Switch = False
@@ -80,7 +82,8 @@ class Output:
 @dataclass(frozen=True)
 class Command:
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
-    """A .csv, .tsv, .parquet or .npz file, a folder of images with one folder for each class, or the word demo."""
+    """A .csv, .tsv, .xlsx, .jsonl, .parquet or .npz file, a folder of images with one folder for each class, or the
+    word demo."""
     reading: Reading
     judging: Annotated[Cleaner, tyro.conf.arg(help="How the labels are judged.")]
     output: Output
@@ -114,7 +117,8 @@ def _with_flags(error: str) -> str:
 
     def flag(found: re.Match[str]) -> str:
         value = found["metavar"] or (found["value"] is not None and shlex.quote(found["value"]))
-        return f"--{found['name']} {value}" if value else f"--{found['name']}"
+        name = found["name"].replace("_", "-")
+        return f"--{name} {value}" if value else f"--{name}"
 
     return re.sub(rf"(?<![\w/.-])(?P<name>{names})={value}", flag, error)
 

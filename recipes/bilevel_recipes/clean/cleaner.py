@@ -15,7 +15,7 @@ from threadpoolctl import threadpool_limits
 
 from . import stored, trust
 from .decisions import COLUMNS, decided, read_decisions
-from .features import features
+from .features import views
 from .judge import Options, judge
 from .read import fingerprint, read
 from .rows import Rows
@@ -47,7 +47,7 @@ class Fit:
 
 @dataclass(eq=False)
 class Cleaner:
-    """Find wrong labels with the help of a few labels that were checked.
+    """Find wrong labels, with the help of a few labels that were checked if there are any.
 
     The attributes are the settings, as in scikit-learn; `sklearn.base.clone` copies them.
 
@@ -59,7 +59,9 @@ class Cleaner:
     """
 
     features: str = "auto"
-    """How rows become numbers: auto, pixels, patches, tfidf, columns, FILE.npy, torchvision:NAME or timm:NAME."""
+    """How rows become numbers: auto, pixels, patches, tfidf, columns, FILE.npy, torchvision:NAME or timm:NAME. With
+    network, a small network is trained on these rows as well, in minutes. none leaves the features out, if there are
+    probabilities."""
     weights: Path | None = None
     """The file with the weights of a torchvision or timm model, where they were not downloaded before."""
     seed: int = 0
@@ -85,20 +87,20 @@ class Cleaner:
         columns: Any = None,
         embeddings: Any = None,
         root: Any = None,
+        pred_probs: Any = None,
         decisions: str | Path | pd.DataFrame | None = None,
         progress: Any = None,
     ) -> Cleaner:
         """Judge the label of every row of the data, and return the cleaner itself.
 
         data: a path, a pandas DataFrame, a Hugging Face data set, the NumPy arrays (x, y, checked), or Rows.
-        label, checked, image, text, columns, embeddings, root: the parts of the data; see `read`.
-        decisions: a review that was exported from the report, as a file or a frame. What it keeps or relabels counts as
-        checked.
+        label, checked, image, text, columns, embeddings, root, pred_probs: the parts of the data; see `read`.
+        decisions: a review that was exported from the report, as a file or a frame. What it keeps or relabels is known.
         progress: a function that is called with the share of the work that is done, and the name of the current part.
         """
         self._validate()
         how = {"label": label, "checked": checked, "image": image, "text": text, "columns": columns,
-               "embeddings": embeddings, "root": root}  # fmt: skip
+               "embeddings": embeddings, "root": root, "pred_probs": pred_probs}  # fmt: skip
         how = {name: value for name, value in how.items() if value is not None}
         if isinstance(data, Rows) and how:
             raise TypeError(f"bilevel-clean: rows that were read already take no {', '.join(how)}; got both.")
@@ -108,12 +110,13 @@ class Cleaner:
         with limited(self.threads):
             progress = progress or _silent
             progress(0.0, "features")
-            x = features(rows, self.features, seed=self.seed, weights=self.weights, quiet=progress is None)
-            verdict = judge(x.x, rows.y, rows.checked, classes=len(rows.classes), names=rows.classes, seed=self.seed,
-                            device=self.device, options=self.options, progress=progress)  # fmt: skip
+            seen, words = views(rows, self.features, seed=self.seed, weights=self.weights, device=self.device,
+                                progress=progress)  # fmt: skip
+            verdict = judge(seen, rows.y, rows.checked, truth=rows.truth, classes=len(rows.classes), names=rows.classes,
+                            seed=self.seed, device=self.device, options=self.options, progress=progress)  # fmt: skip
             progress(1.0, "done")
         path = str(Path(data).absolute()) if isinstance(data, (str, Path)) else None
-        self._fit = Fit(rows, verdict, fingerprint(rows), x.words, path, how, review)
+        self._fit = Fit(rows, verdict, fingerprint(rows), words, path, how, review)
         return self
 
     def _validate(self) -> None:
@@ -149,8 +152,9 @@ class Cleaner:
     @property
     def frame(self) -> pd.DataFrame:
         """One line for each row of the data, with its index: is_label_issue, label_score (the probability that the
-        given label is right; NaN for a skipped row), given_label, suggested_label, checked, skipped (why a row was not
-        judged, or nothing) and name."""
+        given label is right; NaN for a skipped row), given_label, suggested_label (of a row that was reviewed, what was
+        decided), checked (whether a person has looked at it), skipped (why a row was not judged, or nothing) and name.
+        """
         rows, verdict = self.rows, self.verdict
         names, n, unused = np.array(rows.classes, dtype=object), len(rows.table), rows.skipped["row"].to_numpy(int)
         columns: dict[str, Any] = {
@@ -158,17 +162,23 @@ class Cleaner:
             "label_score": _spread(verdict.score, rows.used, n, np.nan),
             "given_label": _spread(names[verdict.given], rows.used, n, ""),
             "suggested_label": _spread(names[verdict.suggested], rows.used, n, ""),
-            "checked": _spread(verdict.checked, rows.used, n, False),
+            "checked": _spread(verdict.known, rows.used, n, False),
             "skipped": _spread(rows.skipped["reason"].to_numpy(object), unused, n, ""),
             "name": _spread(np.array([*rows.names, *rows.skipped["name"]], object), [*rows.used, *unused], n, ""),
         }
-        if (review := self.fitted.decisions) is not None:  # the judge was given the labels that were decided
-            columns["given_label"][review["row"]] = review["given_label"]
         return pd.DataFrame(columns, index=rows.table.index)
 
     def issues(self) -> pd.DataFrame:
         """Return the lines of `frame` whose label is called wrong, the most suspicious first."""
         return self.frame.loc[lambda frame: frame["is_label_issue"]].sort_values(by="label_score", kind="stable")
+
+    def doubts(self) -> pd.DataFrame:
+        """Return the lines of `frame` whose label a person has called right, and that is probably wrong all the same,
+        the most doubtful first. predicted_label is what the models, which have not seen the row, say."""
+        rows, doubted = self.rows, self.verdict.doubted
+        names = np.array(rows.classes, dtype=object)
+        predicted = names[self.verdict.probabilities[doubted].argmax(1)]
+        return self.frame.iloc[rows.used[doubted]].assign(predicted_label=predicted)
 
     def trust(self) -> str:
         """Return how far the result can be trusted, in a few lines of text: counts, estimates and warnings."""
@@ -185,13 +195,25 @@ class Cleaner:
         if not self.fitted.complete:
             self._read_again()
         rows, issue = self.rows, self.verdict.issue
-        y = np.where(issue, self.verdict.suggested, rows.y) if suspects == "relabel" else rows.y
+        y = np.where(issue, self.verdict.suggested, rows.labels) if suspects == "relabel" else rows.labels
         stay = np.flatnonzero(~issue) if suspects == "drop" else np.arange(len(issue))
         table = rows.table.iloc[rows.used[stay]].copy()
-        if suspects == "relabel" or self.fitted.decisions is not None:
+        if suspects == "relabel" or rows.truth is not None:
             labels = pd.Series([rows.values[c] for c in y[stay]], index=table.index, dtype=object)
             table[rows.label] = labels.astype(table[rows.label].dtype)
-        return table
+        return self._with_new_classes(table)
+
+    def _with_new_classes(self, table: pd.DataFrame) -> pd.DataFrame:
+        """Add the rows that a review has given a class of their own, at their places."""
+        review, rows = self.fitted.decisions, self.rows
+        new = review.loc[review.decision == "new"] if review is not None else pd.DataFrame()
+        if not len(new):
+            return table
+        more = rows.table.iloc[new["row"].to_numpy(int)].copy()
+        more[rows.label] = pd.Series(new["label"].to_numpy(object), index=more.index)
+        place = pd.Series(np.arange(len(rows.table)), index=rows.table.index)
+        whole = pd.concat([table.astype({rows.label: object}), more.astype({rows.label: object})])
+        return whole.loc[whole.index.map(place).argsort(kind="stable")] if place.index.is_unique else whole
 
     def report(
         self, path: str | Path, *, title: str | None = None, command: str = "", table: pd.DataFrame | None = None

@@ -13,6 +13,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from pandas.api import types
 
+from .cells import annotators, as_numbers
 from .pictures import SUFFIXES, read_pictures
 from .rows import Kind
 from .sources import Source, find_column
@@ -52,7 +53,7 @@ def choose(source: Source, label: Any, taken: set[Any], image: Any, text: Any, c
         return _named_columns(table, [columns] if isinstance(columns, str) else list(columns), taken)
     if source.image is not None:
         return _one("images", source.image)
-    return _look(table, label, [c for c in table.columns if c not in taken and c not in ABOUT_LABELS])
+    return _look(source, label, [c for c in table.columns if c not in taken and c not in ABOUT_LABELS])
 
 
 def _choose_x(x: NDArray[Any]) -> Choice:
@@ -84,7 +85,9 @@ def _named_columns(table: pd.DataFrame, names: list[Any], taken: set[Any]) -> Ch
         raise ValueError(
             f"bilevel-clean: {_listed(used)} holds the labels or the checked marks; leave it out of columns."
         )
-    wrong = [name for name in names if not (_is_numeric(table[name]) or _is_category(table[name]))]
+    wrong = [
+        n for n in names if not (_is_numeric(table[n]) or _is_category(table[n]) or as_numbers(table[n]) is not None)
+    ]
     if wrong:
         raise ValueError(f"bilevel-clean: the columns {_listed(wrong)} hold neither numbers nor text; leave them out.")
     return Choice("table", names, f"Content: {_count(names)}.")
@@ -97,8 +100,9 @@ def _count(names: list[Any]) -> str:
 # --- choosing by the table -------------------------------------------------------------------------------------
 
 
-def _look(table: pd.DataFrame, label: Any, candidates: list[Any]) -> Choice:
+def _look(source: Source, label: Any, candidates: list[Any]) -> Choice:
     """Choose images, then text, then columns."""
+    table = source.table
     images = [c for c in candidates if _is_images(c, table[c])]
     if images:
         return _one("images", images[0], [c for c in candidates if c != images[0]])
@@ -110,7 +114,14 @@ def _look(table: pd.DataFrame, label: Any, candidates: list[Any]) -> Choice:
         )
     if texts:
         return _one("text", texts[0], [c for c in candidates if c != texts[0]])
-    why = {column: _useless(column, table[column], table[label]) for column in candidates}
+    others = annotators(table, label, candidates)
+    if others:
+        source.warnings.append(
+            f"{_listed(others)} {'hold' if len(others) > 1 else 'holds'} labels of the same classes as {label}, as by "
+            "other annotators. They are not used. Where several people labelled each row, give the label of most of "
+            "them, and mark rows on which all agree as checked only if they are a random sample."
+        )
+    why = {c: "labels by others" if c in others else _useless(c, table[c], table[label]) for c in candidates}
     kept = [column for column, reason in why.items() if reason is None]
     left = ", ".join(f"{column} ({reason})" for column, reason in why.items() if reason is not None)
     if not kept:
@@ -135,7 +146,7 @@ def _is_images(name: Any, column: pd.Series) -> bool:
 
 def _text_columns(table: pd.DataFrame, candidates: list[Any]) -> list[Any]:
     """Return the columns of texts: those with a fitting name if there are any, else those of several words."""
-    strings = {c: _words(table[c]) for c in candidates if _is_string(table[c])}
+    strings = {c: _words(table[c]) for c in candidates if _is_string(table[c]) and as_numbers(table[c]) is None}
     named = [c for c in strings if _TEXT_NAMES.fullmatch(str(c).lower())]
     long = [c for c, words in strings.items() if words >= _WORDS and _distinct(table[c]) > 0.5]
     found = [c for c in named if strings[c] >= 2 or len(candidates) == 1]
@@ -165,16 +176,19 @@ def _is_category(column: pd.Series) -> bool:
 
 def _useless(name: Any, column: pd.Series, label: pd.Series) -> str | None:
     """Return why a column can't be a feature, or None if it can."""
-    if not (_is_numeric(column) or _is_category(column)):
-        return "neither numbers nor text"
     if column.notna().sum() == 0:
         return "empty"
+    numbers = as_numbers(column)
+    if not (_is_numeric(column) or _is_category(column) or numbers is not None):
+        return "neither numbers nor text"
     if _repeats(column, label):
         return f"repeats {label.name}"
     whole = types.is_integer_dtype(column.dtype)
     if whole and column.is_unique and (_is_id(name) or column.max() - column.min() == len(column) - 1):
         return "numbers the rows"
-    if not _is_numeric(column) and _distinct(column) > 0.5:
+    if _is_id(name) and not types.is_float_dtype(column.dtype) and (_distinct(column) > 0.1 or column.nunique() > 100):
+        return "an identifier"  # also where rows are repeated, so that its values are not unique
+    if not _is_numeric(column) and numbers is None and _distinct(column) > 0.5:
         return "different in nearly every row"
     return None
 
@@ -224,22 +238,21 @@ def load(choice: Choice, source: Source, rows: NDArray[np.int64]) -> tuple[Any, 
 
 
 def _features(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[int, str]]:
-    """Return numbers as float64 and everything else as categories, where a missing value is the category ""."""
+    """Return numbers as float64, with NaN where a cell is empty or infinite, and everything else as categories, where
+    an empty cell is the category "". Only a row without any filled cell can't be used."""
     columns: dict[str, Any] = {}
-    bad = np.zeros((len(table), 0), bool)
-    numeric: list[str] = []
+    filled = np.zeros(len(table), bool)
     for name in table.columns:
         column = table[name]
-        if _is_numeric(column):
-            columns[str(name)] = column.to_numpy(np.float64, na_value=np.nan)
-            bad = np.column_stack([bad, ~np.isfinite(columns[str(name)])])
-            numeric.append(str(name))
+        numbers = column if _is_numeric(column) else as_numbers(column)
+        if numbers is not None:
+            values = numbers.to_numpy(np.float64, na_value=np.nan)
+            columns[str(name)] = np.where(np.isfinite(values), values, np.nan)
+            filled |= np.isfinite(values)
         else:
             columns[str(name)] = pd.Categorical(column.astype(object).where(column.notna(), "").astype(str))
-    reasons = {
-        int(place): f"NaN or infinite in column {_listed([numeric[i] for i in np.flatnonzero(bad[place])])}"
-        for place in np.flatnonzero(bad.any(1))
-    }
+            filled |= column.notna().to_numpy()
+    reasons = {int(place): "every column is empty" for place in np.flatnonzero(~filled)}
     return pd.DataFrame(columns, index=table.index), reasons
 
 
@@ -250,16 +263,16 @@ def usable_numbers(x: NDArray[Any]) -> tuple[NDArray[Any], dict[int, str]]:
     return x, {int(row): "NaN or infinite in the embeddings" for row in bad}
 
 
-def read_embeddings(given: Any, n: int) -> NDArray[Any]:
-    """Return N × D embeddings from a .npy file or an array."""
-    where = f"the file {given}" if isinstance(given, (str, Path)) else "embeddings"
+def read_embeddings(given: Any, n: int, what: str = "embeddings") -> NDArray[Any]:
+    """Return N × D numbers from a .npy file or an array."""
+    where = f"the file {given}" if isinstance(given, (str, Path)) else what
     x = _read_npy(Path(given)) if isinstance(given, (str, Path)) else np.asarray(given)
     if x.ndim != 2 or x.dtype.kind not in "biuf" or x.shape[1] == 0:
         raise ValueError(f"bilevel-clean: {where} holds {x.dtype} of shape {x.shape}; N × D numbers can be used.")
     if len(x) != n:
         raise ValueError(
-            f"bilevel-clean: {where} has {len(x)} rows, but the table has {n}; compute one row of embeddings for each "
-            "row of the table, in the same order."
+            f"bilevel-clean: {where} has {len(x)} rows, but the table has {n}; compute one row of {what} for "
+            "each row of the table, in the same order."
         )
     return x
 

@@ -8,6 +8,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,18 @@ import pandas as pd
 from .rows import Rows, take
 
 COLUMNS = ["row", "name", "given_label", "decision", "label"]
-DECISIONS = ("keep", "relabel", "drop")
-DROPPED = "dropped by decision"
+DECISIONS = ("keep", "relabel", "drop", "unsure", "new")
+DROPPED, NEW = "dropped by decision", "of a new class by decision"
 
 
 def read_decisions(source: str | Path | pd.DataFrame, rows: Rows) -> pd.DataFrame:
     """Read the decisions that the report exported, and check that they are about these rows.
 
     source: a file, or a frame with the columns of such a file. The frame that is returned has one line for each
-    decision: row (the position in rows.table), name, given_label, decision (keep, relabel or drop) and label (the label
-    from now on; empty for drop). Files that a spreadsheet program saved, with semicolons or tabs, a byte order mark or
-    Windows line ends, are read as well. Columns beyond these five are ignored.
+    decision: row (the position in rows.table), name, given_label, decision (keep, relabel, drop, unsure or new) and
+    label (the label from now on, which for new is that of a new class; empty for drop). Files that a spreadsheet
+    program saved, with semicolons or tabs, a byte order mark or Windows line ends, are read as well. Columns beyond
+    these five are ignored.
     Everything that is wrong in the file is reported in one ValueError.
     """
     name = "the frame of decisions" if isinstance(source, pd.DataFrame) else str(source)
@@ -41,37 +43,60 @@ def read_decisions(source: str | Path | pd.DataFrame, rows: Rows) -> pd.DataFram
             + "\n".join(problems)
         )
     found = found.drop(columns="line").astype({"row": np.int64})
-    found["label"] = np.where(found.decision == "keep", found.given_label, found.label)
+    found["label"] = np.where(found.decision.isin(["keep", "unsure"]), found.given_label, found.label)
     found.loc[found.decision == "drop", "label"] = ""
     return found
 
 
 def decided(rows: Rows, decisions: pd.DataFrame) -> Rows:
-    """Apply decisions to rows: what was kept or relabelled counts as checked, with the label that was decided.
+    """Apply decisions to rows: of what was kept or relabelled, the right label is known.
 
-    Rows that were dropped are no longer used, and are listed among the skipped ones.
+    Suspects that were reviewed are no random sample, so they do not count as checked. But the rows of `random_order`
+    up to the first that nobody has decided are one, however each of them was found; these count as checked.
+    Rows that were dropped, or are of a new class, are not used, and are listed among the skipped ones.
     """
     where = {int(row): i for i, row in enumerate(rows.used)}
     number = {name: c for c, name in enumerate(rows.classes)}
-    y, checked, stays = rows.y.copy(), rows.checked.copy(), np.ones(len(rows.used), bool)
+    truth, checked, stays = rows.right.copy(), rows.checked.copy(), np.ones(len(rows.used), bool)
+    sample = _sampled(rows, decisions)
     for row, decision, label in zip(decisions.row, decisions.decision, decisions.label, strict=True):
         i = where[int(row)]
-        if decision == "drop":
+        if decision in ("drop", "new"):
             stays[i] = False
-        else:
-            y[i], checked[i] = number[label], True
-    gone = decisions.loc[decisions.decision == "drop", ["row", "name"]].assign(reason=DROPPED)
-    keep = np.flatnonzero(stays)
+        elif decision != "unsure":
+            truth[i], checked[i] = number[label], rows.checked[i] or int(row) in sample
+    gone = decisions.loc[decisions.decision.isin(["drop", "new"])]
+    reasons = np.where(gone.decision == "drop", DROPPED, NEW)
+    gone, keep = gone[["row", "name"]].assign(reason=reasons), np.flatnonzero(stays)
     return replace(
         rows,
         used=rows.used[keep],
-        y=y[keep],
+        y=rows.y[keep],
+        truth=truth[keep],
         checked=checked[keep],
         content=take(rows.content, keep),
         shown=take(rows.shown, keep),
+        probabilities=take(rows.probabilities, keep),
         names=[rows.names[i] for i in keep],
         skipped=pd.concat([rows.skipped, gone], ignore_index=True) if len(gone) else rows.skipped,
     )
+
+
+def random_order(rows: Rows, decisions: pd.DataFrame | None = None) -> list[int]:
+    """Return the numbers of the rows that were not checked, in a random order that is fixed for these data.
+
+    It is the same before and after decisions are applied, and does not depend on how suspicious a row is.
+    """
+    before = set() if decisions is None else {int(row) for row in decisions.row}
+    free = {int(row) for row, known in zip(rows.used, rows.known, strict=True) if not known} | before
+    draw = np.random.default_rng(int(review_key(rows, decisions)[:16], 16))
+    return draw.permutation(np.array(sorted(free), np.int64)).tolist()
+
+
+def _sampled(rows: Rows, decisions: pd.DataFrame) -> set[int]:
+    """Return the rows of the random order up to the first that was not decided."""
+    done = {int(row) for row in decisions.row}
+    return set(takewhile(done.__contains__, random_order(rows)))
 
 
 def review_key(rows: Rows, decisions: pd.DataFrame | None = None) -> str:
@@ -171,7 +196,9 @@ def _unclear(decision: str, given: str, label: str, classes: list[str]) -> str:
     if decision not in DECISIONS:
         return f"has the decision {decision!r}; it must be one of {', '.join(DECISIONS)}"
     if decision == "relabel" and label not in classes:
-        return f"is relabelled {label!r}, which is not one of the classes"
-    if decision == "keep" and label not in ("", given):
+        return f"is relabelled {label!r}, which is not one of the classes; write new instead of relabel for a new class"
+    if decision == "new" and (not label.strip() or label in classes):
+        return f"is of the new class {label!r}; a new class has a name that no other class has"
+    if decision in ("keep", "unsure") and label not in ("", given):
         return f"keeps its label {given!r}, but the column label says {label!r}; write relabel to change it"
     return ""

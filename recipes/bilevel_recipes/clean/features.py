@@ -23,6 +23,7 @@ Matrix = NDArray[np.float32]
 _LONGEST = 64  # the pixels of the longer side to which photographs are reduced for pixels and patches
 _HEAVY = 2.0  # the skewness above which a column is compressed
 _LEVELS = 50  # the largest number of one-hot columns for a categorical column; its other levels share one
+_UNITS = 30.0  # the spread of scales from which columns of embeddings are standardised
 _WORDS = 20_000  # the size of the vocabulary
 
 
@@ -81,14 +82,45 @@ def features(
         name = _automatic(rows) if kind == "auto" else kind
         if name not in _KINDS:
             raise ValueError(
-                f"bilevel-clean: there are no features {kind!r}; choose auto, {', '.join(_KINDS)}, a FILE.npy with "
-                "embeddings, torchvision:NAME or timm:NAME."
+                f"bilevel-clean: there are no features {kind!r}; choose auto, network, {', '.join(_KINDS)}, a FILE.npy "
+                "with embeddings, torchvision:NAME or timm:NAME."
             )
         fitting, make = _KINDS[name]
         _refuse_unless(rows, kind, fitting)
         x, words = make(rows, Wanted(dimensions, seed))
     x, words = _finish(_finite(x, rows, "the features"), words, dimensions, seed)
     return Features(x, words, time.perf_counter() - start)
+
+
+def views(
+    rows: Rows, kind: str = "auto", *, seed: int, weights: str | Path | None, device: str, progress: Any
+) -> tuple[list[Matrix], str]:
+    """Return the views of the rows that are judged, and what they are in words: features, probabilities, a network.
+
+    kind: see `features`. "network" adds a network that is trained on the rows out of fold. "none" leaves the features
+    out where the rows have probabilities.
+    """
+    from . import network
+
+    found: list[Matrix] = []
+    told: list[str] = []
+    if kind == "none" and rows.probabilities is None:
+        raise ValueError("bilevel-clean: features 'none' need probabilities; give pred_probs=, or other features.")
+    if rows.content is not None and kind != "none":
+        one = features(rows, "auto" if kind == "network" else kind, seed=seed, weights=weights, quiet=False)
+        found, told = [one.x], [one.words]
+    if kind == "network" and rows.content is not None:
+        large = rows.kind == "images" and min(_common_size(rows.content)) >= SMALLEST
+        p = network.out_of_fold(
+            _one_size(rows.content) if large else found[0], rows.labels, len(rows.classes), seed=seed, device=device,
+            progress=lambda share: progress(0.0, f"network {share:.0%}"),
+        )  # fmt: skip
+        found.append(network.view(p))
+        told.append("A network was trained on the rows, in three parts, each without the rows that it then judged.")
+    if rows.probabilities is not None:
+        found.append(network.view(rows.probabilities))
+        told.append("The probabilities of the classes that were given are judged as well.")
+    return found, " ".join(told)
 
 
 def _automatic(rows: Rows) -> str:
@@ -211,12 +243,18 @@ def _columns(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
 
 
 def _number(column: pd.Series) -> Matrix:
-    """Standardise a column. A long tail is compressed first, so that a few rows do not outweigh the others."""
+    """Standardise a column. A long tail is compressed first, so that a few rows do not outweigh the others.
+
+    An empty cell gets the median, and a second column says where cells are empty, if some are.
+    """
     x = column.to_numpy(np.float64)
-    if np.abs(column.skew()) > _HEAVY:
+    empty = np.isnan(x)
+    x = np.where(empty, np.nanmedian(x) if not empty.all() else 0.0, x)
+    if np.abs(pd.Series(x).skew()) > _HEAVY:
         distance = np.abs(x - np.median(x))
-        x = np.arcsinh((x - np.median(x)) / (np.median(distance) or distance.mean()))  # logarithmic in the tail
-    return _standardised(x[:, None])
+        # logarithmic in the tail
+        x = np.arcsinh((x - np.median(x)) / (np.median(distance) or distance.mean() or 1.0))
+    return _standardised(np.column_stack([x, empty]) if 0 < empty.mean() < 1 else x[:, None])
 
 
 def _levels(column: pd.Series) -> Matrix:
@@ -229,13 +267,25 @@ def _levels(column: pd.Series) -> Matrix:
 
 
 def _embeddings(rows: Rows, wanted: Wanted) -> tuple[Matrix, str]:
-    x = _finite(rows.content, rows, "the embeddings")
-    return _standardised(x), f"The features are the embeddings, of {x.shape[1]} dimensions, standardised."
+    return _as_they_are(_finite(rows.content, rows, "the embeddings"), "the embeddings")
 
 
 def _embeddings_file(rows: Rows, path: str) -> tuple[Matrix, str]:
-    x = _finite(_aligned(rows, path), rows, f"the embeddings in {path}")
-    return _standardised(x), f"The features are the embeddings in {path}, of {x.shape[1]} dimensions, standardised."
+    return _as_they_are(_finite(_aligned(rows, path), rows, f"the embeddings in {path}"), f"the embeddings in {path}")
+
+
+def _as_they_are(x: NDArray[Any], what: str) -> tuple[Matrix, str]:
+    """Keep the scales of embeddings, which are part of what a network has learnt, unless they are of different units.
+
+    Columns of one network have scales of one order. If the middle half of them spreads over more than a factor of
+    UNITS, they were probably measured in different units, and are standardised.
+    """
+    deviation = x.astype(np.float64).std(0)
+    low, high = np.quantile(deviation[deviation > 0], (0.25, 0.75)) if (deviation > 0).any() else (1.0, 1.0)
+    if high > _UNITS * low:
+        told = "standardised, since their scales are so different"
+        return _standardised(x), f"The features are {what}, of {x.shape[1]} dimensions, {told}."
+    return _unit_scale(x.astype(np.float64)), f"The features are {what}, of {x.shape[1]} dimensions, as they are."
 
 
 def _aligned(rows: Rows, path: str) -> NDArray[Any]:

@@ -23,12 +23,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .noise import Folds, Noise, estimate, expectation_maximisation, learn, precondition
+from .calibration import Evidence, calibrated, wished
+from .noise import Folds, Noise, estimate, expectation_maximisation, learn, mix, precondition
 from .verdict import Verdict
 
 Progress = Callable[[float, str], None]
 LEARNT_FROM = 5000  # the number of rows from which the few outer variables are learnt; all rows are judged with them
 FEWEST = 0.01  # added to a share of neighbours before its logarithm is taken
+SHOWN = 5  # the number of nearest rows that a verdict keeps
 WEAK = 0.15  # a model is weak unless it predicts this share of the rows that are not of the most frequent class
 
 
@@ -42,24 +44,39 @@ class Options:
     """Number of neighbours with which each row is compared."""
     steps: int = 40
     """Number of steps that train a classifier (inner steps)."""
-    outer_steps: int = 8
-    """Number of hypergradients that learn the noise with the first classifiers. The second ones take half as many."""
+    outer_steps: int = 0
+    """Number of hypergradients that learn the noise with the first classifiers, after expectation maximisation, and
+    half as many with the second ones. They take four times as long with 8, and seldom change the list."""
     solver: Literal["bigsam", "gd"] = "bigsam"
     """Solver that trains a classifier: bigsam also takes steps on the checked rows, gd uses only the unchecked ones."""
+    recall: float | None = None
+    """The share of all wrong labels that the list is expected to hold. By default the list has the best expected F1."""
+    precision: float | None = None
+    """The share of the list that is expected to be wrong."""
+    length: int | None = None
+    """The number of labels in the list."""
 
     def __post_init__(self) -> None:
         for name, least in {"folds": 2, "neighbours": 1, "steps": 1, "outer_steps": 0}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"bilevel-clean: {name} must be at least {least}; got {getattr(self, name)}.")
+        wishes = {name: v for name in ("recall", "precision", "length") if (v := getattr(self, name)) is not None}
+        if len(wishes) > 1:
+            raise ValueError(f"bilevel-clean: the list has a {' or a '.join(wishes)}; give one of them.")
+        for name, value in wishes.items():
+            if value < 0 or (name != "length" and not 0 < value < 1):
+                kind = "a number of rows" if name == "length" else "between 0 and 1"
+                raise ValueError(f"bilevel-clean: {name} must be {kind}; got {value}.")
         if self.solver not in ("bigsam", "gd"):
             raise ValueError(f"bilevel-clean: solver must be bigsam or gd; got {self.solver!r}.")
 
 
 def judge(
-    x: NDArray[Any],
+    x: NDArray[Any] | Sequence[NDArray[Any]],
     given: NDArray[Any],
     checked: NDArray[np.bool_],
     *,
+    truth: NDArray[Any] | None = None,
     classes: int,
     names: Sequence[str] | None = None,
     seed: int = 0,
@@ -69,36 +86,54 @@ def judge(
 ) -> Verdict:
     """Judge the given label of each row.
 
-    x: M × D features. given: M labels from 0. checked: M booleans, true where a person has verified the label.
-    names: the names of the classes, for warnings. progress: a function that is called with the share of the work that
-    is done, and the name of the current part.
+    x: M × D features, or several such views of the rows, each of which has a judge of its own. given: M labels from 0.
+    checked: M booleans, true for the rows of a random sample whose labels a person has verified; there may be none.
+    truth: the right label of each row that was reviewed, whose given label is that of the data all the same; -1
+    elsewhere. names: the names of the classes, for warnings. progress: a function that is called with the share of the
+    work that is done, and the name of the current part.
     """
     begin, options = time.perf_counter(), options or Options()
-    _refuse(x, given, checked, classes)
+    views = [x] if isinstance(x, np.ndarray) else list(x)
+    reviewed = np.full(len(given), -1) if truth is None else np.asarray(truth)
+    for view in views:
+        _refuse(view, given, checked, reviewed, classes)
     place = torch.device(device)
-    rows = torch.from_numpy(_centred(x)).to(place)
+    inputs = [torch.from_numpy(_centred(view)).to(place) for view in views]
     # copies, since PyTorch warns of read-only arrays and refuses those with negative strides
-    y, known = (torch.from_numpy(np.array(a, kind)).to(place) for a, kind in ((given, np.int64), (checked, np.bool_)))
-    steps = _Progress(8 + options.outer_steps + options.outer_steps // 2, progress)
-    fold = stratified(y, known, min(options.folds, int(known.sum())), seed)
-    case = _Case(y, known, fold, classes, options, seed, steps)
-    posterior, log_p, noise, history = case.judge(rows)
-    warnings: list[str] = []
-    alone = checked_alone(rows, y, known, fold, classes)
+    arrays = ((given, np.int64), (reviewed, np.int64), (checked, np.bool_))
+    y, t, known = (torch.from_numpy(np.array(a, kind)).to(place) for a, kind in arrays)
+    steps = _Progress(len(views) * (7 + options.outer_steps + options.outer_steps // 2) + 1, progress)
+    count = min(options.folds, int(known.sum()) or len(y))
+    fold = stratified(torch.where(t >= 0, t, y), known, count, seed)
+    case = _Case(y, t, known, fold, classes, options, seed, steps)
+    log_p, noise = case.mixed([case.judge(rows) for rows in inputs])
+    posterior, warnings = _posterior(log_p, noise.log(), y), list[str]()
+    method = _method(len(views), options, bool(known.any()))
+    right = torch.where(t >= 0, t, y)
+    if len(torch.unique(right[known])) > 1:
+        alone = checked_alone(inputs[0], right, known, fold, classes)
+        if _is_worse(log_p, alone, right, known):
+            log_p, method = alone, "A classifier of the checked rows alone judges."
+            noise = expectation_maximisation(alone[~known].exp(), y[~known])
+            posterior = _posterior(log_p, noise.log(), y)
+            warnings.append(
+                "The labels that nobody checked did not help to predict the checked ones, so a classifier of the "
+                "checked rows alone judges. That happens where most labels are wrong, or wrong in the same way."
+            )
     steps("checked rows alone")
-    method = "Linear classifiers of features and nearest neighbours judge, with a noise matrix from hypergradients."
-    if _is_worse(log_p, alone, y, known):
-        log_p, method = alone, "A classifier of the checked rows alone judges."
-        noise = expectation_maximisation(alone[~known].exp(), y[~known])
-        posterior = _posterior(log_p, noise.log(), y)
-        warnings.append(
-            "The labels that nobody checked did not help to predict the checked ones, so a classifier of the checked "
-            "rows alone judges. That happens where most labels are wrong, or wrong in the same way."
-        )
     return _verdict(
-        y, known, posterior, log_p, noise, classes=classes, names=names, method=method, warnings=warnings,
-        history=history, seconds=time.perf_counter() - begin,
+        y, t, known, posterior, log_p, noise, options=options, names=names, method=method, warnings=warnings,
+        history=case.history, near=case.nearest[0], seconds=time.perf_counter() - begin,
     )  # fmt: skip
+
+
+def _method(views: int, options: Options, checked: bool) -> str:
+    """Return a sentence that names the judge."""
+    by = "hypergradients" if options.outer_steps else "expectation maximisation"
+    told = f"Linear classifiers of features and nearest neighbours judge, with a noise matrix from {by}."
+    if views > 1:
+        told += f" {views} views of the rows have a judge each; the weights of their mix are learnt."
+    return told if checked else told + " No row is checked, so the labels are judged by each other alone."
 
 
 def _centred(x: NDArray[Any]) -> NDArray[np.float32]:
@@ -114,6 +149,7 @@ class _Case:
     """A data set that is judged."""
 
     y: Tensor
+    truth: Tensor
     checked: Tensor
     fold: Tensor
     classes: int
@@ -121,44 +157,66 @@ class _Case:
     seed: int
     progress: _Progress
     history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    nearest: list[Tensor] = field(default_factory=list[Tensor])
 
-    def judge(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, list[dict[str, Any]]]:
-        """Return the posterior of the classes, log p, the noise matrix, and the outer losses."""
+    def judge(self, x: Tensor) -> tuple[Tensor, Noise]:
+        """Return the logits of all rows, by classifiers that have not seen their labels, and the noise."""
         share = float((~self.checked).float().mean())
-        noise = Noise(self.classes, alpha=share, groups=2).to(x.device)
+        noise = Noise(self.classes, alpha=min(share, 1 - 1e-6), groups=2).to(x.device)
         folds = self.folds(x)
         logits = self.cross_fit(folds, noise, "features", self.options.outer_steps, rounds=2)
-        posterior = _posterior(logits.log_softmax(1), noise.log_matrix().detach(), self.y)
-        posterior[self.checked] = F.one_hot(self.y[self.checked], self.classes).double()
         near = neighbours(x, min(self.options.neighbours, len(x) - 1))
+        self.nearest.append(near[:, :SHOWN])
         self.progress("neighbours", 2)
-        share_of = posterior.float()[near].mean(1)
-        both = self.folds(x, (share_of + FEWEST).log().log_softmax(1))
-        logits = self.cross_fit(both, noise, "neighbours", self.options.outer_steps // 2, rounds=1)
-        log_p, matrix = logits.double().log_softmax(1), noise.log_matrix().detach().double()
-        return _posterior(log_p, matrix, self.y), log_p, matrix.exp(), self.history
+        share = self.votes(logits, noise.log_matrix().detach(), near)
+        both = self.folds(x, (share + FEWEST).log().log_softmax(1))
+        return both.own(self.cross_fit(both, noise, "neighbours", self.options.outer_steps // 2, rounds=1)), noise
+
+    def votes(self, logits: Tensor, log_matrix: Tensor, near: Tensor) -> Tensor:
+        """Return the mean posterior of the neighbours of each row, by the classifier that has not seen the row.
+
+        A neighbour's own classifier would have seen the row, and through it a row would be judged by its own label.
+        """
+        known = torch.where(self.truth >= 0, self.truth, self.y)
+        at = self.checked | (self.truth >= 0)
+        votes = torch.empty(len(self.y), self.classes, device=logits.device)
+        for fold in range(logits.shape[1]):
+            posterior = _posterior(logits[:, fold].log_softmax(1), log_matrix, self.y).float()
+            posterior[at] = F.one_hot(known[at], self.classes).float()
+            rows = self.fold == fold
+            votes[rows] = posterior[near[rows]].mean(1)
+        return votes
+
+    def mixed(self, judged: list[tuple[Tensor, Noise]]) -> tuple[Tensor, Tensor]:
+        """Return log p of the classes by all judges together, and the noise matrix."""
+        if len(judged) == 1:
+            logits, noise = judged[0]
+            return logits.double().log_softmax(1), noise.log_matrix().detach().double().exp()
+        parts = torch.stack([logits.log_softmax(1) for logits, _ in judged])
+        folds = self.folds(torch.zeros_like(parts[0]))
+        return mix(folds, parts)
 
     def folds(self, *inputs: Tensor) -> Folds:
         """Return the rows with these groups of inputs. Each group is preconditioned, and has its own weight decay."""
         parts = [precondition(x) for x in inputs]
         group = torch.cat([torch.full_like(p, i, dtype=torch.long) for i, (_, p) in enumerate(parts)])
         x, penalty = torch.cat([x for x, _ in parts], 1), torch.cat([p for _, p in parts])
-        return Folds(x, self.y, self.checked, self.fold, penalty, group, self.classes)
+        return Folds(x, self.y, self.truth, self.checked, self.fold, penalty, group, self.classes)
 
     def cross_fit(self, folds: Folds, noise: Noise, name: str, outer_steps: int, rounds: int) -> Tensor:
-        """Learn the outer variables from some rows. Return the logits of all rows, from classifiers of other folds."""
+        """Learn the outer variables from some rows. Return the logits of all rows, M × folds × C."""
         rows = self._sample()
         some = folds if rows is None else _take(folds, rows)
         train = partial(learn, noise=noise, steps=self.options.steps, solver=self.options.solver)
         for _ in range(rounds):  # expectation maximisation is a good start for the hypergradients
             logits, _ = train(some, outer_steps=0)
-            noise.set(*_rescaled(estimate(some, logits), noise))
+            noise.set(*_rescaled(estimate(some, some.own(logits)), noise))
             self.progress(name)
         logits, losses = train(some, outer_steps=outer_steps, on_step=lambda: self.progress(name))
         self.history.extend({"inputs": name, "step": i, "loss": loss} for i, loss in enumerate(losses))
         if rows is not None:
             logits, _ = train(folds, outer_steps=0)
-            noise.set(*_rescaled(estimate(folds, logits), noise))
+            noise.set(*_rescaled(estimate(folds, folds.own(logits)), noise))
             logits, _ = train(folds, outer_steps=0)
         return logits
 
@@ -186,8 +244,8 @@ class _Progress:
 
 
 def _take(folds: Folds, rows: Tensor) -> Folds:
-    x, y, checked, fold = (a[rows] for a in (folds.x, folds.y, folds.checked, folds.fold))
-    return replace(folds, x=x, y=y, checked=checked, fold=fold)
+    names = ("x", "y", "truth", "checked", "fold")
+    return replace(folds, **{name: getattr(folds, name)[rows] for name in names})
 
 
 def _rescaled(found: tuple[Tensor, float], noise: Noise) -> tuple[Tensor, float]:
@@ -207,7 +265,7 @@ def stratified(y: Tensor, checked: Tensor, count: int, seed: int) -> Tensor:
 
 
 def neighbours(x: Tensor, k: int, chunk: int = 1024, most: int = 64) -> Tensor:
-    """Return the k nearest other rows of each row, M × k, by cosine in the first principal components."""
+    """Return the k nearest other rows of each row, M × k, nearest first, by cosine in the first components."""
     x = x - x.mean(0)
     if x.shape[1] > most and len(x) > LEARNT_FROM:  # only where it saves much
         x = x @ torch.linalg.eigh((x.T @ x / len(x)).double())[1][:, -most:].to(x.dtype)
@@ -216,7 +274,7 @@ def neighbours(x: Tensor, k: int, chunk: int = 1024, most: int = 64) -> Tensor:
         near = x[begin : begin + chunk] @ x.T
         here = torch.arange(len(near), device=x.device)
         near[here, here + begin] = -2.0
-        found.append(near.topk(k, sorted=False).indices)
+        found.append(near.topk(k).indices)
     return torch.cat(found)
 
 
@@ -266,47 +324,48 @@ def _is_worse(log_p: Tensor, alone: Tensor, y: Tensor, checked: Tensor) -> bool:
 
 
 def _verdict(
-    y: Tensor, checked: Tensor, posterior: Tensor, log_p: Tensor, noise: Tensor, *, classes: int,
-    names: Sequence[str] | None, method: str, warnings: list[str], history: list[dict[str, Any]], seconds: float,
+    y: Tensor, truth: Tensor, checked: Tensor, posterior: Tensor, log_p: Tensor, noise: Tensor, *, options: Options,
+    names: Sequence[str] | None, method: str, warnings: list[str], history: list[dict[str, Any]], near: Tensor,
+    seconds: float,
 ) -> Verdict:  # fmt: skip
-    right = posterior.gather(1, y[:, None])[:, 0]
-    issue = (right < 0.5) & ~checked
+    classes, right = posterior.shape[1], posterior.gather(1, y[:, None])[:, 0]
+    labels, known = torch.where(truth >= 0, truth, y), checked | (truth >= 0)
     other = posterior.scatter(1, y[:, None], -1.0).argmax(1)
-    predicted = log_p.argmax(1)
-    accuracy = float((predicted == y)[checked].double().mean())
-    counts = torch.bincount(y[checked], minlength=classes)
-    base = float(counts.max() / counts.sum())
-    called = [str(c) for c in range(classes)] if names is None else list(names)
+    counts = torch.bincount(labels[checked], minlength=classes)
+    evidence = Evidence(
+        belief=right.cpu().numpy(),
+        known=known.cpu().numpy(),
+        wrong=((truth >= 0) & (truth != y)).cpu().numpy(),
+        both=(truth >= 0).cpu().numpy(),
+        checked=checked.cpu().numpy(),
+    )
+    trust = calibrated(evidence)
+    issue = np.zeros(len(y), bool)
+    issue[wished(evidence, trust, length=options.length, recall=options.recall, precision=options.precision)] = True
     found = Verdict(
-        score=torch.where(checked, 1.0, right).cpu().numpy(),
-        issue=issue.cpu().numpy(),
-        suggested=torch.where(issue, other, y).cpu().numpy(),
+        score=torch.where(known, 1.0, right).cpu().numpy(),
+        belief=evidence.belief,
+        issue=issue,
+        suggested=np.where(issue, other.cpu().numpy(), labels.cpu().numpy()),
         probabilities=log_p.exp().float().cpu().numpy(),
         noise=noise.double().cpu().numpy(),
         given=y.cpu().numpy(),
-        checked=checked.cpu().numpy(),
-        checked_accuracy=accuracy,
-        base_accuracy=base,
-        false_alarms=_false_alarms(right, checked),
+        truth=truth.cpu().numpy(),
+        checked=evidence.checked,
+        checked_accuracy=float((log_p.argmax(1) == labels)[checked].double().mean()),
+        base_accuracy=float(counts.max() / counts.sum()) if checked.any() else math.nan,
+        left=trust.wrong(~evidence.known),
+        precision=trust.share(issue),
+        by_class=trust.by_class(y.cpu().numpy(), classes),
+        near=near.cpu().numpy().astype(np.int32),
         method=method,
         warnings=warnings,
         history=history,
         seconds=seconds,
     )
+    called = [str(c) for c in range(classes)] if names is None else list(names)
     warnings.extend(_doubts(found, [called[c] for c in torch.nonzero(counts == 0)[:, 0].tolist()]))
     return found
-
-
-def _false_alarms(right: Tensor, checked: Tensor) -> float:
-    """Return the share of right labels that are called wrong, as seen on the checked rows when judged like the others.
-
-    If few rows are checked, perhaps none of them is called wrong by chance. So one false alarm is added, with as many
-    right rows as the scores expect for one. These are at most as many as there are checked rows, since scores can be
-    too confident.
-    """
-    flagged, count, others = float((right < 0.5)[checked].sum()), float(checked.sum()), right[~checked]
-    believed = float(others[others < 0.5].sum() / others.sum())
-    return (flagged + 1) / (count + min(count, 1 / max(believed, 1e-9)))
 
 
 def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:
@@ -318,26 +377,32 @@ def _doubts(found: Verdict, unchecked: list[str]) -> list[str]:
             f"most frequent class would get {found.base_accuracy:.0%}. Its list is little better than chance; better "
             "features may help, such as embeddings of a pretrained model."
         )
-    if (count := int(found.checked.sum())) < 20:
+    count = int(found.checked.sum())
+    if not count and (found.truth >= 0).any():
+        told.append(
+            "The only known rows are suspects that were reviewed, which are no random sample. The intervals rest on "
+            "their scores; decide some rows of the random sample on the page for figures that are counted."
+        )
+    if 0 < count < 20:
         told.append(
             f"Only {count} rows are checked, so the accuracy on them is uncertain; check some more, if you can."
         )
-    if unchecked:
+    if unchecked and count:
         shown = ", ".join(unchecked[:10]) + (f" and {len(unchecked) - 10} more" if len(unchecked) > 10 else "")
         told.append(
             f"No row of these classes is checked: {shown}. What is said of them rests on unchecked labels alone."
         )
-    if found.noise_rate > 0.5:
+    if found.noise_rate.value > 0.5:
         told.append(
-            f"An estimated {found.noise_rate:.0%} of the unchecked labels are wrong. The list then depends on the "
-            "checked rows; make sure that they are right."
+            f"An estimated {found.noise_rate.value:.0%} of the unchecked labels are wrong. The list then depends on "
+            "the checked rows; make sure that they are right."
         )
     return told
 
 
-def _refuse(x: NDArray[Any], given: NDArray[Any], checked: NDArray[Any], classes: int) -> None:
-    shapes = np.shape(x), np.shape(given), np.shape(checked)
-    if len(shapes[0]) != 2 or shapes[0][1] == 0 or shapes[1:] != ((shapes[0][0],), (shapes[0][0],)):
+def _refuse(x: NDArray[Any], given: NDArray[Any], checked: NDArray[Any], truth: NDArray[Any], classes: int) -> None:
+    shapes = np.shape(x), np.shape(given), np.shape(checked), np.shape(truth)
+    if len(shapes[0]) != 2 or min(shapes[0]) == 0 or set(shapes[1:]) != {(shapes[0][0],)}:
         raise ValueError(
             "bilevel-clean: judge takes features (rows × numbers), and one label and one mark for each row; got arrays "
             f"of shapes {', '.join(map(str, shapes))}."
@@ -355,8 +420,12 @@ def _refuse(x: NDArray[Any], given: NDArray[Any], checked: NDArray[Any], classes
         raise ValueError(
             f"bilevel-clean: labels must lie in 0 to {classes - 1}; got {np.min(given)} to {np.max(given)}."
         )
-    if checked.all() or len(np.unique(given[checked])) < 2:
+    if np.min(truth) < -1 or np.max(truth) >= classes:
         raise ValueError(
-            "bilevel-clean: some rows must be checked, of at least two classes, and some must not be; got "
-            f"{int(checked.sum())} checked of {len(checked)} rows, of {len(np.unique(given[checked]))} classes."
+            f"bilevel-clean: truth must lie in -1 to {classes - 1}; got {np.min(truth)} to {np.max(truth)}."
+        )
+    if (checked | (truth >= 0)).all() or len(np.unique(given)) < 2:
+        raise ValueError(
+            "bilevel-clean: some rows must be unknown, and there must be two classes; got "
+            f"{int((checked | (truth >= 0)).sum())} known of {len(checked)} rows, of {len(np.unique(given))} classes."
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 from collections import defaultdict
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,37 @@ from numpy.typing import NDArray
 
 from .sources import Source, read_delimited
 
-_TRUE, _FALSE = {"1", "1.0", "true", "t", "yes", "y"}, {"", "0", "0.0", "false", "f", "no", "n"}
-HOW = (
-    "Say which labels a person has verified: a column `checked` of true and false (or checked=COLUMN), a file that "
-    "lists their names or row numbers, a second folder of images, or in Python one boolean for each row."
-)
+_TRUE = {"1", "1.0", "true", "t", "yes", "y", "x", "✓", "✔", "ok", "checked", "verified"}
+_FALSE = {"", "0", "0.0", "false", "f", "no", "n", "-"}
+_DOUBT = {
+    "?",
+    "??",
+    "maybe",
+    "unsure",
+    "todo",
+    "pending",
+    "unknown",
+    "none",
+    "nobody",
+    "null",
+    "nan",
+    "n/a",
+    "na",
+    "open",
+}
+_PEOPLE = 50  # more different names than that are no names of people who check labels
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Which rows were checked, and for each row its right label if the column of marks has it, else None.
+
+    warning: a sentence about what the marks were taken for, where they are not plainly true and false.
+    """
+
+    checked: NDArray[np.bool_]
+    right: list[str | None] | None = None
+    warning: str | None = None
 
 
 def checked_column(table: pd.DataFrame, checked: Any) -> Any:
@@ -38,15 +65,16 @@ def checked_column(table: pd.DataFrame, checked: Any) -> Any:
     return None
 
 
-def checked_rows(source: Source, checked: Any, column: Any, names: list[str]) -> NDArray[np.bool_]:
-    """Return one boolean for each row of the table."""
+def checked_rows(source: Source, checked: Any, column: Any, names: list[str], labels: list[str | None]) -> Marks:
+    """Return the marks of the rows of the table. labels: the given label of each row."""
     table = source.table
     if column is not None:
-        return _booleans(table[column], f"the column {column}")
+        return _column(table[column], f"the column {column}", {label for label in labels if label is not None})
     if checked is None:
-        raise ValueError(f"bilevel-clean: {source.title} does not say which labels were checked. {HOW}")
+        return Marks(np.zeros(len(table), np.bool_))
     if isinstance(checked, (str, Path)):
-        return _listed(Path(checked), names, source.names is None and pd.api.types.is_integer_dtype(table.index.dtype))
+        numbered = source.names is None and pd.api.types.is_integer_dtype(table.index.dtype)
+        return Marks(_listed(Path(checked), names, numbered))
     if isinstance(checked, pd.Series) and len(checked) == len(table) and not checked.index.equals(table.index):
         raise ValueError("bilevel-clean: the index of checked is not that of the table; give checked.to_numpy().")
     marks = pd.Series(list(checked))
@@ -55,19 +83,34 @@ def checked_rows(source: Source, checked: Any, column: Any, names: list[str]) ->
             f"bilevel-clean: checked has {len(marks)} entries, but the table has {len(table)} rows; give one boolean "
             "for each row."
         )
-    return _booleans(marks, "checked")
+    return _column(marks, "checked", set())
 
 
-def _booleans(column: pd.Series, what: str) -> NDArray[np.bool_]:
-    text = column.astype(object).where(column.notna(), "").astype(str).str.strip().str.lower()
-    wrong = sorted(set(text) - _TRUE - _FALSE)
-    if wrong:
-        count = int(text.isin(wrong).sum())
-        raise ValueError(
-            f"bilevel-clean: {what} holds {', '.join(wrong[:5])}{', …' if len(wrong) > 5 else ''} in {count} rows; "
-            "true, yes and 1 mean checked, and false, no, 0 and nothing mean not checked."
+def _column(column: pd.Series, what: str, classes: set[str]) -> Marks:
+    """Read marks of true and false, names of those who checked a label, or the labels that they found right."""
+    cells = column.astype(object).where(column.notna(), "").astype(str).str.strip()
+    text = cells.str.lower()
+    other = sorted(set(text) - _TRUE - _FALSE)
+    if not other and not (classes and set(cells) - {""} <= classes and len(set(cells) - {""}) > 2):
+        return Marks(text.isin(_TRUE).to_numpy(np.bool_))
+    filled = (cells != "").to_numpy(np.bool_)
+    if set(cells[filled]) <= classes:
+        told = (
+            f"{what[0].upper()}{what[1:]} holds labels; they are taken for the right ones of the rows that have them."
         )
-    return text.isin(_TRUE).to_numpy(np.bool_)
+        return Marks(filled, [cell or None for cell in cells], told)
+    mixed = set(text) & (_TRUE | _FALSE) - {""} or set(text) & _DOUBT
+    names = not any(any(map(str.isdigit, name)) for name in other) and len(other) <= min(_PEOPLE, filled.sum() / 2)
+    if mixed or not names or filled.all():
+        count = int(text.isin(other).sum())
+        raise ValueError(
+            f"bilevel-clean: {what} holds {', '.join(other[:5])}{', …' if len(other) > 5 else ''} in {count} rows; "
+            "true, yes, x and 1 mean checked, and false, no, 0 and nothing mean not checked. Names of people, or the "
+            "right labels themselves, can stand there as well, with nothing in the rows that were not checked."
+        )
+    people = ", ".join(sorted(set(cells[filled]))[:5])
+    told = f"{what[0].upper()}{what[1:]} holds names ({people}); rows with one count as checked."
+    return Marks(filled, None, told)
 
 
 def _listed(path: Path, names: list[str], numbered: bool) -> NDArray[np.bool_]:

@@ -8,6 +8,12 @@ unchecked rows through T. A step of BiG-SAM adds the loss on the checked rows:
 
 The outer loss is −log of the probability of all given labels, on rows that the classifier was not trained on. There are
 few outer variables λ: T, the decay, α and a temperature.
+
+There are two kinds of known rows. A *checked* row belongs to a random sample, and its right label alone is known. A row
+with a *truth* was reviewed: its given label and its right one are known. Reviewed rows are chosen by their features and
+their given labels, so their right labels are missing at random elsewhere: the likelihood of all given labels and of the
+known right ones is not biased by the choice, if each row counts once. So a reviewed row stays in h and in the estimate
+of T, with the classes that it does not have left out of the sum. Only checked rows are in g.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import bilevel_plugin as bilevel
 DECAY = 0.5  # the initial weight decay, for inputs of unit length
 SPREAD = 1.0  # the standard deviation of the prior of a logit of T around that of uniform noise
 
+IMPOSSIBLE = -1e4  # the logarithm of a probability that is 0 to rounding, with derivatives
 STRENGTH = 50.0  # the prior of expectation maximisation counts as so many rows of each class with uniform noise
 
 
@@ -65,12 +72,14 @@ class Noise(nn.Module):
 class Folds:
     """Rows in folds. Each fold has a classifier that is trained on all other folds.
 
-    x: M × D inputs. y: given labels. checked: which labels are verified. fold: the fold of each row. penalty, group:
-    for each input the factor of its weight decay, and its entry of `Noise.log_decay` (see `precondition`).
+    x: M × D inputs. y: given labels. truth: the right label of a reviewed row, and -1 elsewhere. checked: which rows
+    belong to the random sample. fold: the fold of each row. penalty, group: for each input the factor of its weight
+    decay, and its entry of `Noise.log_decay` (see `precondition`).
     """
 
     x: Tensor
     y: Tensor
+    truth: Tensor
     checked: Tensor
     fold: Tensor
     penalty: Tensor
@@ -81,10 +90,19 @@ class Folds:
     def count(self) -> int:
         return int(self.fold.max()) + 1
 
-    def part(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x and y of some rows, and which classifiers are trained on each of them."""
+    def own(self, logits: Tensor) -> Tensor:
+        """Return M × C of M × folds × C: what the classifier of its fold, which has not seen it, says of each row."""
+        return logits[torch.arange(len(self.fold), device=logits.device), self.fold]
+
+    @property
+    def noisy(self) -> Tensor:
+        """The rows whose given label is known to be that of the data: all but the checked ones without a truth."""
+        return ~self.checked | (self.truth >= 0)
+
+    def part(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return x, y and truth of some rows, and which classifiers are trained on each of them."""
         trained = self.fold[rows][:, None] != torch.arange(self.count, device=self.x.device)
-        return self.x[rows], self.y[rows], trained.to(self.x.dtype)
+        return self.x[rows], self.y[rows], self.truth[rows], trained.to(self.x.dtype)
 
     def classifiers(self) -> nn.Sequential:
         """Return the classifiers of all folds as one model with weights 0: M × D → M × folds × C."""
@@ -96,7 +114,7 @@ class Folds:
     def curvature(self) -> Callable[[float], float]:
         """Return the largest curvature that α·h + (1 − α)·g can have without the decay, as a function of α."""
         x = torch.cat([self.x, torch.ones_like(self.x[:, :1])], 1)
-        noisy, verified = (part.T @ part / len(part) for part in (x[~self.checked], x[self.checked]))
+        noisy, verified = (part.T @ part / max(1, len(part)) for part in (x[~self.checked], x[self.checked]))
         return lambda alpha: float(torch.linalg.eigvalsh(alpha * noisy + (1 - alpha) * verified)[-1]) / 2
 
 
@@ -116,17 +134,24 @@ def precondition(x: Tensor, most: int = 512) -> tuple[Tensor, Tensor]:
     return x @ (axes[:, kept] / scale).to(x.dtype), scale.pow(-2).to(x.dtype)
 
 
-def given_label_loss(log_p: Tensor, y: Tensor, log_matrix: Tensor) -> Tensor:
-    """Return −log Σ_c p_c·T[c, y] for each row. log_p is M × C, or M × folds × C."""
+def given_label_loss(log_p: Tensor, y: Tensor, log_matrix: Tensor, truth: Tensor | None = None) -> Tensor:
+    """Return −log Σ_c p_c·T[c, y] for each row, or −log p_c·T[c, y] where c is known. log_p: M × C or M × folds × C."""
     through = log_matrix[:, y].T
+    if truth is not None:
+        through = through.masked_fill(others(truth, len(log_matrix)), IMPOSSIBLE)
     return -torch.logsumexp(log_p + (through if log_p.dim() == 2 else through[:, None]), -1)
+
+
+def others(truth: Tensor, classes: int) -> Tensor:
+    """Return M × C booleans: the classes that a row of known class does not have; none where truth is -1."""
+    return (truth[:, None] >= 0) & (truth[:, None] != torch.arange(classes, device=truth.device))
 
 
 def outer_loss(folds: Folds, noise: Noise, logits: Tensor) -> Tensor:
     """Return −log of the probability of the given labels and of the prior of T, per row."""
-    log_p, at = logits.log_softmax(-1), folds.checked
-    given = given_label_loss(log_p[~at], folds.y[~at], noise.log_matrix()).sum()
-    verified = F.nll_loss(log_p[at], folds.y[at], reduction="sum")
+    log_p, at = logits.log_softmax(-1), folds.noisy
+    given = given_label_loss(log_p[at], folds.y[at], noise.log_matrix()).sum()
+    verified = F.nll_loss(log_p[~at], folds.y[~at], reduction="sum")
     return (given + verified + noise.deviation.square().sum() / (2 * SPREAD**2)) / len(folds.y)
 
 
@@ -139,25 +164,29 @@ def learn(
     solver: str = "bigsam",
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, list[float]]:
-    """Learn the outer variables in place. Return each row's logits by the classifier of its fold, and the outer losses.
+    """Learn the outer variables in place. Return the logits of each row by each classifier, and the outer losses.
 
     An inner loop of `steps` steps trains the classifiers of all folds. There is one more loop than outer steps, for the
-    logits of the last outer variables. outer_steps=0 trains with the present outer variables.
+    logits of the last outer variables. outer_steps=0 trains with the present outer variables. Without a checked row
+    there is no g, so the solver is gd.
     """
+    known = bool(folds.checked.any())
+    solver = solver if known else "gd"
     model, curvature = folds.classifiers(), folds.curvature()
     noisy, verified = folds.part(~folds.checked), folds.part(folds.checked)
-    rows, n = torch.arange(len(folds.y), device=folds.x.device), len(folds.y)
+    n = len(folds.y)
     slow = [noise.rate, noise.deviation, noise.log_temperature]
     adam = torch.optim.Adam([{"params": slow, "lr": 0.1}, {"params": [noise.log_decay, noise.share], "lr": 0.3}])
 
     def decay() -> Tensor:
         return noise.log_decay.exp()[folds.group] * folds.penalty / n
 
-    def h(model: Any, x: Tensor, y: Tensor, trained: Tensor) -> Tensor:
-        loss = given_label_loss(model(x).log_softmax(-1), y, noise.log_matrix())
+    def h(model: Any, x: Tensor, y: Tensor, truth: Tensor, trained: Tensor) -> Tensor:
+        loss = given_label_loss(model(x).log_softmax(-1), y, noise.log_matrix(), truth)
         return (loss * trained).sum() / len(x) + (decay() * model[0].weight.square()).sum() / 2
 
-    def g(model: Any, x: Tensor, y: Tensor, trained: Tensor) -> Tensor:
+    def g(model: Any, x: Tensor, y: Tensor, truth: Tensor, trained: Tensor) -> Tensor:
+        y = torch.where(truth >= 0, truth, y)
         loss = F.cross_entropy(model(x).flatten(0, 1), y.repeat_interleave(folds.count), reduction="none")
         return (loss.view_as(trained) * trained).sum() / len(x)
 
@@ -169,10 +198,10 @@ def learn(
         rate = 1 / (curvature(share) + share * float(decay().detach().max()))
         sgd = torch.optim.SGD(model.parameters(), rate, momentum=0.8)
         rule = bilevel.BiGSAM(1.0, alpha=alpha) if solver == "bigsam" else bilevel.GD(1.0)
-        with bilevel.inner(model, h, g, solver=rule, optimizer=sgd) as loop:
-            loop.run(steps, *noisy, outer=verified)
-            logits = noise.log_temperature.exp() * loop(folds.x)[rows, folds.fold]
-            loss = outer_loss(folds, noise, logits)
+        with bilevel.inner(model, h, g if known else None, solver=rule, optimizer=sgd) as loop:
+            loop.run(steps, *noisy, outer=verified if known else None)
+            logits = noise.log_temperature.exp() * loop(folds.x)
+            loss = outer_loss(folds, noise, folds.own(logits))
             losses.append(loss.item())
             on_step()
             if len(losses) > outer_steps:
@@ -207,13 +236,39 @@ def estimate(
 ) -> tuple[Tensor, float]:
     """Return the noise matrix and the temperature of highest likelihood for these logits.
 
-    matrix_of: a function of the probabilities and the given labels of the unchecked rows that returns the noise matrix.
+    matrix_of: a function of the probabilities and the given labels of the noisy rows that returns the noise matrix. The
+    probabilities of a reviewed row are 1 for its right class and 0 for the others.
     """
-    at, best = folds.checked, (math.inf, torch.empty(0), 1.0)
+    at, best = folds.noisy, (math.inf, torch.empty(0), 1.0)
+    y, truth = folds.y[at], folds.truth[at]
+    known = F.one_hot(truth.clamp_min(0), folds.classes).to(logits.dtype)
     for temperature in torch.logspace(-2, 3, 16, base=2).tolist():
         log_p = (temperature * logits).log_softmax(1)
-        matrix = matrix_of(log_p[~at].exp(), folds.y[~at])
-        loss = given_label_loss(log_p[~at], folds.y[~at], matrix.log()).sum()
-        total = float(loss + F.nll_loss(log_p[at], folds.y[at], reduction="sum"))
+        matrix = matrix_of(torch.where(truth[:, None] >= 0, known, log_p[at].exp()), y)
+        loss = given_label_loss(log_p[at], y, matrix.log()).sum()
+        total = float(loss + F.nll_loss(log_p[~at], folds.y[~at], reduction="sum"))
         best = min(best, (total, matrix, temperature), key=lambda found: found[0])
     return best[1], best[2]
+
+
+def mix(folds: Folds, log_p: Tensor, rounds: int = 60) -> tuple[Tensor, Tensor]:
+    """Return log p of the rows by several judges together, and the noise matrix of highest likelihood.
+
+    log_p: judges × M × C. The judges are mixed as softmax(Σ_j w_j·log p_j). Their weights w_j > 0 and T are few outer
+    variables, which are learnt on the labels of rows that no judge was trained on (`outer_loss`).
+    """
+    noise = Noise(folds.classes, alpha=0.5).to(log_p.device)
+    weights = torch.full((len(log_p),), -math.log(len(log_p)), device=log_p.device, requires_grad=True)
+
+    def mixed() -> Tensor:
+        return torch.tensordot(weights.exp(), log_p, 1)
+
+    adam = torch.optim.Adam([weights, noise.rate, noise.deviation], 0.1)
+    noise.set(*estimate(folds, mixed().detach()))
+    with torch.no_grad():
+        weights += noise.log_temperature
+    for _ in range(rounds):
+        adam.zero_grad()
+        outer_loss(folds, noise, mixed()).backward()
+        adam.step()
+    return mixed().detach().double().log_softmax(1), noise.log_matrix().detach().double().exp()

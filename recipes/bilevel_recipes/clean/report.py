@@ -17,11 +17,15 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from .. import on_page, runs
+from . import trust
+from .calibration import Range
 from .decisions import COLUMNS as DECISION_COLUMNS
-from .decisions import review_key
+from .decisions import random_order, review_key
+from .evidence import gallery, together
 from .rows import Rows
 from .verdict import Verdict
 
+SAMPLE = 100  # the number of rows of the random order that can be reviewed
 REST = 200  # the number of further rows, after the suspects, that can be reviewed
 COLUMNS = 60  # the largest number of table columns that are shown for a row
 BARS, MATRIX, CONFUSIONS, BINS = 12, 30, 60, 40
@@ -81,33 +85,48 @@ def _data(
 ) -> tuple[dict[str, Any], Path | None]:
     """Return the data for the script of the page, by column, and the folder of the pictures if there is one."""
     before = [] if decisions is None else decisions[DECISION_COLUMNS].to_numpy().tolist()
-    groups, positions = _groups(rows, verdict, {line[0] for line in before})
+    groups, positions = _groups(rows, verdict, decisions)
     kind = rows.shown_kind or rows.kind
     columns = _columns(rows, verdict, positions, {line[0]: line for line in before})
     gone = [line for line in before if line[0] not in set(columns["row"])]
-    content, folder, look = _content(path, kind, rows, positions)
+    beside, more = gallery(rows, verdict, positions)
+    content, folder, look = _content(path, kind, rows, np.concatenate([positions, beside]))
+    more["gallery"], content = content[len(positions) :], content[: len(positions)]
     for line in gone:  # a dropped row can be taken back, but nothing else is known about it
-        more = {"row": line[0], "name": line[1], "given": rows.classes.index(line[2]), "suggested": -1, "score": None}
-        for name, value in {**more, "others": []}.items():
-            columns[name].append(value)
-        content.append(None)
+        columns["row"].append(line[0])
+        columns["name"].append(line[1])
+        columns["given"].append(rows.classes.index(line[2]))
+        columns["suggested"].append(-1)
+        for lists in (columns["score"], content):
+            lists.append(None)
+        for lists in (columns["others"], more["near"], more["twins"]):
+            lists.append([])
     groups["earlier"][1] += len(gone)
     key = review_key(rows, decisions)
     seed = hashlib.sha256(json.dumps(before).encode()).hexdigest()[:16]
     data = {"key": key, "seed": seed, "kind": kind, "classes": rows.classes, "groups": groups, "earlier": before}
-    return {**data, **columns, "content": content, **look}, folder
+    return {**data, **columns, **more, "content": content, **look}, folder
 
 
-def _groups(rows: Rows, verdict: Verdict, before: set[int]) -> tuple[dict[str, list[int]], NDArray[np.int64]]:
+def _groups(
+    rows: Rows, verdict: Verdict, decisions: pd.DataFrame | None
+) -> tuple[dict[str, list[int]], NDArray[np.int64]]:
     """Return the begin and end of each group of rows, and the positions of all rows, the most suspicious first."""
-    order = np.argsort(verdict.score, kind="stable")
-    suspects = order[verdict.issue[order]]
-    rest = order[~(verdict.issue | verdict.checked)[order]][:REST]
-    earlier = np.array([i for i, row in enumerate(rows.used) if int(row) in before], np.int64)
-    ends = np.cumsum([0, len(suspects), len(rest), len(earlier)]).tolist()
-    names = ("suspects", "rest", "earlier")
-    groups = {name: [start, end] for name, start, end in zip(names, ends, ends[1:], strict=False)}
-    return groups, np.concatenate([suspects, rest, earlier]).astype(np.int64)
+    before = set() if decisions is None else {int(row) for row in decisions["row"]}
+    order = np.argsort(verdict.belief, kind="stable")
+    new = np.array([int(row) not in before for row in rows.used], bool)
+    where = {int(row): i for i, row in enumerate(rows.used)}
+    sample = [row for row in random_order(rows, decisions) if row not in before][:SAMPLE]
+    parts = {
+        "suspects": together(order[(verdict.issue & new)[order]], rows),
+        "rest": order[(~(verdict.issue | verdict.known) & new)[order]][:REST],
+        "sample": np.array([where[row] for row in sample], np.int64),
+        "doubted": np.array([i for i in verdict.doubted if new[i]], np.int64),
+        "earlier": np.flatnonzero(~new),
+    }
+    ends = np.cumsum([0, *map(len, parts.values())]).tolist()
+    groups = {name: [start, end] for name, start, end in zip(parts, ends, ends[1:], strict=False)}
+    return groups, np.concatenate(list(parts.values())).astype(np.int64)
 
 
 def _columns(
@@ -115,10 +134,7 @@ def _columns(
 ) -> dict[str, list[Any]]:
     """Return row number, name, given and suggested class, score and most probable other classes of these rows."""
     number = rows.used[positions].tolist()
-    given = rows.y[positions].copy()
-    for k, row in enumerate(number):
-        if row in before:  # the label that the data holds, not the one that was decided
-            given[k] = rows.classes.index(before[row][2])
+    given = verdict.given[positions]
     p = verdict.probabilities[positions].astype(float)
     p[np.arange(len(p)), given] = -1
     best = np.argsort(-p, axis=1, kind="stable")[:, : min(3, p.shape[1] - 1)]
@@ -128,7 +144,8 @@ def _columns(
         if row in before and before[row][3] == "relabel":
             suggested[k] = rows.classes.index(before[row][4])
     others = [[[int(c), round(float(p[k, c]), 3)] for c in line] for k, line in enumerate(best)]
-    score = [round(s, 4) for s in verdict.score[positions].tolist()]
+    belief = verdict.belief[positions]
+    score = [round(s, 4) for s in belief.tolist()]
     names = [rows.names[i] for i in positions]
     return {"row": number, "name": names, "given": given.tolist(), "suggested": suggested.tolist(), "score": score,
             "others": others}  # fmt: skip
@@ -148,6 +165,8 @@ def _content(
         side = max((max(x.shape[:2]) for x in images if x is not None), default=0)
         grey = side <= on_page.TINY and all(on_page.is_grey(x) for x in images if x is not None)
         look |= {"pixelated": grey, "large": side > on_page.TINY}  # small photos are easier to recognise when smoothed
+    elif source is None:
+        content = [None] * len(positions)
     elif kind == "text":
         most = max(400, min(20_000, on_page.INSIDE // max(1, len(positions))))
         content = [_shortened(str(source[i]), most) for i in positions]
@@ -175,18 +194,30 @@ def _cell(value: Any) -> str:
 def _trust(rows: Rows, verdict: Verdict) -> dict[str, Any]:
     """Return the figures at the top: how much there is to do, and how far the result can be trusted."""
     suspects, checked = int(verdict.issue.sum()), int(verdict.checked.sum())
+    known, reviewed = int(verdict.known.sum()), int((verdict.truth >= 0).sum())
+    noise = verdict.noise_rate
     figures = [
         ("Rows", f"{len(rows.table):,}", f"{checked:,} checked, {len(rows.skipped):,} skipped"),
-        ("Suspects", f"{suspects:,}", f"of {len(rows.used) - checked:,} labels that nobody checked"),
-        ("Estimated noise", _percent(verdict.noise_rate), "of those labels are wrong"),
+        ("Suspects", f"{suspects:,}", f"of {len(rows.used) - known:,} labels that nobody checked"),
+        ("Estimated noise", _percent(noise.value), f"of those labels are wrong{_range(noise)}"),
         (
-            "Accuracy on checked rows",
-            _percent(verdict.checked_accuracy),
-            f"cross-validated; {_percent(verdict.base_accuracy)} by always naming the most frequent class",
+            "Expected precision", _percent(verdict.precision.value),
+            f"expected share of suspects whose label is wrong{_range(verdict.precision)}",
         ),
-        ("Expected precision", _percent(verdict.expected_precision), "expected share of suspects whose label is wrong"),
-    ]
-    share = verdict.noise_by_class
+    ]  # fmt: skip
+    if checked:
+        figures.append((
+            "Accuracy on checked rows", _percent(verdict.checked_accuracy),
+            f"cross-validated; {_percent(verdict.base_accuracy)} by always naming the most frequent class",
+        ))  # fmt: skip
+    if reviewed:
+        left = verdict.left
+        figures.append((
+            "Wrong labels left", f"{left.value:,.0f}",
+            f"90 %: {left.low:,.0f} to {left.high:,.0f}; {verdict.found:,} of {reviewed:,} reviewed ones were wrong. "
+            + trust.advice(verdict),
+        ))  # fmt: skip
+    share = verdict.by_class
     order = [int(c) for c in np.argsort(-np.nan_to_num(share, nan=-1), kind="stable") if not math.isnan(share[c])]
     top = max((share[c] for c in order), default=0.0) or 1.0
     bars = [
@@ -200,6 +231,10 @@ def _trust(rows: Rows, verdict: Verdict) -> dict[str, Any]:
         "more_bars": len(order) - len(bars),
         "warnings": [*verdict.warnings, *rows.warnings],
     }
+
+
+def _range(share: Range) -> str:
+    return "" if math.isnan(share.low) else f"; 90 %: {100 * share.low:.1f} to {100 * share.high:.1f}\u202f%"
 
 
 def _percent(share: float) -> str:
@@ -223,9 +258,9 @@ def _behind(rows: Rows, verdict: Verdict) -> dict[str, Any]:
 
 def _class_lines(rows: Rows, verdict: Verdict) -> list[list[str]]:
     size = len(rows.classes)
-    counts = [np.bincount(rows.y[m], minlength=size) for m in (slice(None), verdict.checked, verdict.issue)]
+    counts = [np.bincount(rows.y[m], minlength=size) for m in (slice(None), verdict.known, verdict.issue)]
     return [
-        [name, *(f"{count[c]:,}" for count in counts), _percent(verdict.noise_by_class[c])]
+        [name, *(f"{count[c]:,}" for count in counts), _percent(verdict.by_class[c])]
         for c, name in enumerate(rows.classes)
     ]
 
@@ -245,7 +280,7 @@ def _histogram(verdict: Verdict) -> dict[str, Any]:
     edges = np.linspace(0, 1, BINS + 1)
     width = 600 / BINS
     counts = {
-        suspect: np.histogram(verdict.score[~verdict.checked & (verdict.issue == suspect)], edges)[0]
+        suspect: np.histogram(verdict.score[~verdict.known & (verdict.issue == suspect)], edges)[0]
         for suspect in (True, False)
     }
     top = math.log1p(max(1, *(int(c.max()) for c in counts.values())))

@@ -20,7 +20,9 @@ class Rows:
 
     table: the input, one line for each of its rows, with the user's own index and columns.
     used: the positions in table of the M rows that can be judged. The fields below are aligned with it.
-    y: M labels as numbers, of classes. checked: M booleans.
+    y: M labels as numbers, of classes, as the data has them. checked: M booleans, true for the rows of a random sample
+    whose labels were verified. truth: M numbers, the right label of each row of which it is known beside the given one,
+    and -1 elsewhere; None if there is no such row.
     content: M images (a list of uint8 arrays H × W or H × W × 3, or one such array), M texts, an M-row frame of
     columns (float64 for numbers, category for everything else), or an M × D array of embeddings.
     names: the name of each row for the user: a file name, or its index.
@@ -29,6 +31,7 @@ class Rows:
     warnings: a sentence for each thing in the input that is probably a mistake.
     label: the column of table with the given labels. values: each class as it is written in that column, where
     `classes` has its name.
+    probabilities: M × classes, the probability of each class by models that were not trained on that row, if given.
     shown, shown_kind: what to show of the M rows if their content is embeddings: images, texts or columns. An image
     that could not be read is None.
     """
@@ -49,6 +52,23 @@ class Rows:
     values: list[Any] = field(default_factory=list[Any])
     shown: Any = None
     shown_kind: Kind | None = None
+    truth: NDArray[np.int64] | None = None
+    probabilities: NDArray[np.float32] | None = None
+
+    @property
+    def right(self) -> NDArray[np.int64]:
+        """The right label of each row where it is known beside the given one, and -1 elsewhere."""
+        return np.full(len(self.y), -1) if self.truth is None else self.truth
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each row from now on: the right one where it is known, and the given one elsewhere."""
+        return np.where(self.right >= 0, self.right, self.y)
+
+    @property
+    def known(self) -> NDArray[np.bool_]:
+        """The rows that a person has looked at."""
+        return self.checked | (self.right >= 0)
 
 
 def take(content: Any, positions: NDArray[np.int64]) -> Any:
@@ -63,7 +83,8 @@ def take(content: Any, positions: NDArray[np.int64]) -> Any:
 def fingerprint(rows: Rows) -> str:
     """Return a SHA-256 of labels, checked marks, content and class names, which changes if one of them does."""
     digest = hashlib.sha256(repr((rows.kind, rows.classes, len(rows.y))).encode())
-    for part in (rows.y, rows.checked, *_arrays(rows.content)):
+    more = [part for part in (rows.truth, rows.probabilities) if part is not None]
+    for part in (rows.y, rows.checked, *more, *_arrays(rows.content)):
         digest.update(f"{part.dtype.str}{part.shape}".encode())
         digest.update(np.ascontiguousarray(part).data)
     return digest.hexdigest()
@@ -71,6 +92,8 @@ def fingerprint(rows: Rows) -> str:
 
 def _arrays(content: Any) -> list[NDArray[Any]]:
     """Return the whole content as arrays of plain bytes or numbers."""
+    if content is None:
+        return []
     if isinstance(content, pd.DataFrame):
         head = np.frombuffer(repr(list(content.columns)).encode(), np.uint8)
         hashes: Any = util.hash_pandas_object  # its module is loaded lazily, which hides the type

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from .. import runs, tables
@@ -85,7 +87,7 @@ def changes(old: Rows, new: Rows) -> str:
 
 
 def _by_name(rows: Rows) -> dict[str, tuple[str, bool]]:
-    return {n: (rows.classes[y], bool(c)) for n, y, c in zip(rows.names, rows.y, rows.checked, strict=True)}
+    return {n: (rows.classes[y], bool(c)) for n, y, c in zip(rows.names, rows.labels, rows.known, strict=True)}
 
 
 def write(folder: Path, cleaner: Cleaner, command: str, comparison: Comparison | None, keep: bool) -> list[str]:
@@ -97,7 +99,7 @@ def write(folder: Path, cleaner: Cleaner, command: str, comparison: Comparison |
         FILE: lambda path: cleaner.save(path.parent),
         "label_issues.csv": lambda path: _table(path, cleaner.frame),
         "suspects.csv": lambda path: _table(path, cleaner.issues()),
-        "cleaned.csv": lambda path: _table(path, cleaner.cleaned(), index=_index_matters(cleaner)),
+        "cleaned.csv": lambda path: _cleaned(path, cleaner),
         REPORT: lambda path: cleaner.report(path, command=command, table=comparison and comparison.table),
         "results.json": lambda path: runs.write_text(path, results(cleaner, command, comparison)),
     }
@@ -126,6 +128,26 @@ def results(cleaner: Cleaner, command: str, comparison: Comparison | None) -> st
         **({} if comparison is None else {"comparison": comparison.figures}),
     }
     return json.dumps(tables.plain(document), indent=1, ensure_ascii=False) + "\n"
+
+
+def _cleaned(path: Path, cleaner: Cleaner) -> None:
+    """Write the table after cleaning; of arrays also cleaned.npz, with x, y and the number of each row in the data."""
+    table, rows = cleaner.cleaned(), cleaner.rows
+    _table(path, table, index=_index_matters(cleaner))
+    if isinstance(rows.content, np.ndarray) and {*rows.table.columns} <= {"label", "checked", "truth"}:
+        place = {int(row): i for i, row in enumerate(rows.used)}
+        number = table.index.to_numpy(int)
+        known = np.array([row in place for row in number], bool)  # rows of a new class have no content here
+        x = rows.content[[place[int(row)] for row in number[known]]]
+        y = table[rows.label].to_numpy()[known]
+        y = y if y.dtype != object else y.astype(str)
+        runs.write(path.with_suffix(".npz"), _npz(x=x, y=y, row=number[known]))
+
+
+def _npz(**arrays: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
 
 
 def _table(path: Path, frame: pd.DataFrame, index: bool = True) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import filecmp
+import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -21,7 +23,7 @@ from .pictures import SUFFIXES
 
 Array = NDArray[Any]
 
-_KNOWN = ".csv, .tsv, .parquet, .npz, or a folder of images with one folder for each class"
+_KNOWN = ".csv, .tsv, .xlsx, .jsonl, .parquet, .npz, or a folder of images with one folder for each class"
 _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"}
 
 
@@ -94,9 +96,10 @@ def _file(path: Path, as_text: list[str], verified: Path | None) -> Source:
         raise FileNotFoundError(f"bilevel-clean: {path} does not exist; give {_KNOWN}.")
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
-        return Source(path.name, read_delimited(path, as_text), path.absolute().parent)
-    if suffix == ".parquet":
-        return Source(path.name, _read_parquet(path), path.absolute().parent)
+        told = [] if encoding(path) == "utf-8-sig" else [f"{path.name} is not UTF-8; it was read as Latin-1 (Windows)."]
+        return Source(path.name, read_delimited(path, as_text), path.absolute().parent, warnings=told)
+    if suffix in _READERS:
+        return Source(path.name, _READERS[suffix](path), path.absolute().parent)
     if suffix == ".npz":
         try:
             parts = read_npz(path)
@@ -107,12 +110,12 @@ def _file(path: Path, as_text: list[str], verified: Path | None) -> Source:
 
 
 def read_delimited(path: Path, as_text: list[str] | None = None) -> pd.DataFrame:
-    """Read a .csv or .tsv with a header, in UTF-8. The columns in `as_text` (None: all) are not parsed."""
+    """Read a .csv or .tsv with a header, in UTF-8 or Latin-1. The columns in `as_text` (None: all) are not parsed."""
     literal: dict[str, Any] = {"dtype": str, "na_filter": False}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pd.errors.ParserWarning)  # raised if a line has more cells than the header
-            how: dict[str, Any] = {"sep": _separator(path), "encoding": "utf-8-sig", "index_col": False}
+            how: dict[str, Any] = {"sep": _separator(path), "encoding": encoding(path), "index_col": False}
             head = pd.read_csv(path, header=None, nrows=1, **literal, **how).iloc[0].tolist()
             refuse_duplicates(head, str(path))
             if as_text is None:
@@ -122,17 +125,34 @@ def read_delimited(path: Path, as_text: list[str] | None = None) -> pd.DataFrame
             return table.assign(**{str(name): raw[name] for name in raw})
     except (pd.errors.ParserError, pd.errors.ParserWarning, UnicodeError) as error:
         raise ValueError(
-            f"bilevel-clean: {path} is not a table in UTF-8 with as many cells in each line as in its header ({error})."
+            f"bilevel-clean: {path} is not a table with as many cells in each line as in its header ({error})."
         ) from error
     except pd.errors.EmptyDataError:
         raise ValueError(f"bilevel-clean: {path} is empty; it needs a header and a line for each row.") from None
+
+
+def encoding(path: Path) -> str:
+    """Return UTF-8, or what a byte order mark says, or else the Latin-1 of Windows, in which most bytes are letters."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with open(path, "rb") as file:
+        start = file.read(2)
+        if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return "utf-16"
+        try:
+            decoder.decode(start)
+            while block := file.read(1 << 20):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return "cp1252"
+    return "utf-8-sig"
 
 
 def _separator(path: Path) -> str:
     """Return the tab of a .tsv, the semicolon that some spreadsheet programs write, or the comma."""
     if path.suffix.lower() == ".tsv":
         return "\t"
-    with open(path, encoding="utf-8-sig") as file:
+    with open(path, encoding=encoding(path)) as file:
         head = file.readline(100_000)
     return ";" if ";" in head and "," not in head else ","
 
@@ -144,13 +164,27 @@ def refuse_duplicates(columns: list[Any], where: str) -> None:
         raise ValueError(f"bilevel-clean: {where} has more than one column named {', '.join(twice)}; rename them.")
 
 
-def _read_parquet(path: Path) -> pd.DataFrame:
+def _read_whole(path: Path, read: Callable[[Path], pd.DataFrame]) -> pd.DataFrame:
     try:
-        return pd.read_parquet(path)
+        return read(path)
     except ImportError as error:
-        raise ImportError("bilevel-clean: .parquet needs pyarrow: pip install 'bilevel_plugin[formats]'.") from error
-    except Exception as error:  # pyarrow raises a dozen kinds on what is damaged
-        raise ValueError(f"bilevel-clean: {path} is damaged, or not a .parquet file ({error}).") from error
+        raise ImportError(
+            f"bilevel-clean: {path.suffix} needs {error.name or 'pyarrow'}: pip install 'bilevel_plugin[formats]'."
+        ) from error
+    except Exception as error:  # the readers raise a dozen kinds on what is damaged
+        raise ValueError(f"bilevel-clean: {path} is damaged, or not a {path.suffix} file ({error}).") from error
+
+
+def _read_lines(path: Path) -> pd.DataFrame:
+    with open(path, encoding="utf-8-sig") as file:
+        return pd.DataFrame([json.loads(line) for line in file if line.strip()])
+
+
+_READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
+    ".parquet": lambda path: _read_whole(path, pd.read_parquet),
+    ".xlsx": lambda path: _read_whole(path, pd.read_excel),
+    ".jsonl": lambda path: _read_whole(path, _read_lines),
+}
 
 
 # --- a folder of images ----------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 
 from .. import runs
+from .calibration import Range
 from .rows import Rows
 from .verdict import Verdict
 
-FORMAT = 1  # a file with another number is refused
+FORMAT = 2  # a file with another number is refused
 # Columns of these types are restored as they were. Of other columns, the values are restored without the type.
 _TYPES = ("str", "string", "category", "boolean", "Int", "UInt", "Float", "datetime64[", "timedelta64[")
 
@@ -29,7 +30,7 @@ def save(path: Path, rows: Rows, verdict: Verdict, more: dict[str, Any]) -> None
     arrays: dict[str, Any] = {}
     document = {
         "format": FORMAT,
-        "rows": _pack("rows", rows, arrays, leave_out=("content", "shown")),
+        "rows": _pack("rows", rows, arrays, leave_out=("content", "shown", "probabilities")),
         "verdict": _pack("verdict", verdict, arrays),
         **more,
     }
@@ -62,7 +63,8 @@ def load(path: Path) -> tuple[Rows, Verdict, dict[str, Any]]:
             f"bilevel-clean: {path} was saved by another version (format {found}; this one reads {FORMAT}); fit again."
         )
     rows = Rows(**_unpack("rows", document.pop("rows"), arrays), content=None)
-    return rows, Verdict(**_unpack("verdict", document.pop("verdict"), arrays)), document
+    parts = _unpack("verdict", document.pop("verdict"), arrays)
+    return rows, Verdict(**{k: Range(*v) if k in ("left", "precision") else v for k, v in parts.items()}), document
 
 
 def _pack(prefix: str, part: Any, arrays: dict[str, Any], leave_out: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -88,6 +88,7 @@
     if (action === "accept" && D.suggested[i] >= 0) change([accepted(i)]);
     else if (action === "keep") change([entry(i, "keep", D.given[i])]);
     else if (action === "drop") change([entry(i, "drop", null)]);
+    else if (action === "unsure") change([entry(i, "unsure", D.given[i])]);
     else if (action === "undo" && of(i)) change([[D.row[i], null]]);
     else return false;
     return true;
@@ -95,14 +96,22 @@
   function stateOf(i) {
     const d = of(i);
     if (!d) return null;
+    if (d[2] === "new") return "other";
     if (d[2] !== "relabel") return d[2];
     return D.suggested[i] >= 0 && d[3] === label(D.suggested[i]) ? "accept" : "other";
   }
 
   /* ---- what is shown: all of it is in the address, so that reload and Back work ---- */
 
-  const VIEWS = { suspects: "Suspects", rest: "Next most doubtful", earlier: "Decided before this run" };
-  const DEFAULTS = { view: "suspects", given: "", suggested: "", q: "", undecided: "", page: "1" };
+  const VIEWS = { suspects: "Suspects", rest: "Next most doubtful", sample: "Random sample", doubted: "Checked, but doubtful", earlier: "Decided before this run" };
+  const SORTS = { "": "most suspicious first", surest: "surest suggestion first", pair: "by given and suggested label", name: "by name" };
+  const DEFAULTS = { view: "suspects", given: "", suggested: "", q: "", undecided: "", sort: "", page: "1" };
+  const chance = (i) => { const found = D.others[i].find(([c]) => c === D.suggested[i]); return found ? found[1] : null; };
+  const ORDERS = {
+    surest: (a, b) => (chance(b) || 0) - (chance(a) || 0),
+    pair: (a, b) => D.given[a] - D.given[b] || D.suggested[a] - D.suggested[b],
+    name: (a, b) => D.name[a].localeCompare(D.name[b], "en", { numeric: true }),
+  };
   let state = { ...DEFAULTS }, listed = [], filter = null, shown = [], current = 0;
 
   function readAddress() {
@@ -133,6 +142,7 @@
     listed = inView().filter((i) => (given === null || D.given[i] === given)
       && (suggested === null || D.suggested[i] === suggested)
       && (!q || D.name[i].toLowerCase().includes(q)) && !(state.undecided && of(i)));
+    if (ORDERS[state.sort]) listed.sort(ORDERS[state.sort]);
   }
   const pages = () => Math.max(1, Math.ceil(listed.length / PAGE));
   const page = () => Math.min(pages(), Math.max(1, parseInt(state.page, 10) || 1));
@@ -151,7 +161,7 @@
     refresh();
   }
   function nothing() {
-    const filtered = Object.keys(DEFAULTS).some((k) => k !== "view" && k !== "page" && state[k]);
+    const filtered = Object.keys(DEFAULTS).some((k) => k !== "view" && k !== "page" && k !== "sort" && state[k]);
     const words = filtered ? "No row matches the filter." : state.view === "suspects" ? "No label is suspected to be wrong." : "Nothing to show.";
     return make("p", { class: "empty" }, words);
   }
@@ -176,14 +186,42 @@
     const given = [hidden("given label "), bdi(label(D.given[i]), "given")];
     if (D.suggested[i] < 0) return make("div", { class: "labels" }, ...given);
     return make("div", { class: "labels" }, ...given, make("span", { class: "arrow", "aria-hidden": "true" }, "→"),
-      hidden(" suggested label "), bdi(label(D.suggested[i]), "suggested"));
+      hidden(" suggested label "), bdi(label(D.suggested[i]), "suggested"),
+      chance(i) === null ? null : make("span", { class: "chance", title: "probability of the suggested label" }, Math.round(100 * chance(i)) + " %"));
+  }
+  /* what the nearest rows are labelled, and rows of the same content */
+  function near(i) {
+    if (!D.near[i].length) return null;
+    const counts = new Map();
+    for (const [c] of D.near[i]) counts.set(c, (counts.get(c) || 0) + 1);
+    const parts = [...counts].sort((a, b) => b[1] - a[1]).flatMap(([c, n], k) => [k ? ", " : "", n + " ", bdi(label(c))]);
+    return make("p", { class: "near" }, "Nearest: ", ...parts);
+  }
+  function twins(i) {
+    if (!D.twins[i].length) return null;
+    return make("p", { class: "near" }, "Same content: ", ...D.twins[i].flatMap(([c, name], k) => [k ? ", " : "", bdi(name), " (", bdi(label(c)), ")"]));
+  }
+  function shownSmall(k, c, words) {
+    const inside = D.kind === "images" ? make("img", { src: D.gallery[k], alt: "", loading: "lazy" })
+      : make("span", { class: "excerpt", dir: "auto" }, String(D.gallery[k]).slice(0, 160));
+    if (D.kind === "images") inside.classList.toggle("pixelated", D.pixelated);
+    return make("figure", {}, inside, make("figcaption", {}, bdi(label(c)), words ? make("span", { class: "muted" }, " " + words) : null));
+  }
+  /* the rows beside an enlarged one: a typical row of either class, and the nearest rows */
+  function evidence(i) {
+    if (D.kind !== "images" && D.kind !== "text") return null;
+    const typical = [D.given[i], D.suggested[i]].filter((c) => c >= 0 && D.typical[c] >= 0 && D.gallery[D.typical[c]] !== null);
+    const nearest = D.near[i].filter(([, k]) => k >= 0 && D.gallery[k] !== null);
+    if (!typical.length && !nearest.length) return null;
+    return make("div", { class: "evidence" }, ...typical.map((c) => shownSmall(D.typical[c], c, "typical")),
+      ...nearest.map(([c, k]) => shownSmall(k, c, "near")));
   }
   function body(i) {
     const score = D.score[i] === null ? null
       : make("span", { class: "score", title: "score: probability that the given label is right" }, D.score[i] < 0.0005 ? "<0.001" : D.score[i].toFixed(3));
     const undo = make("button", { type: "button", class: "undo", "aria-label": "Undo the decision on row " + D.name[i],
       onclick: () => { decide(i, "undo"); focusCard(current); } }, "Undo");
-    return make("div", { class: "body" }, labels(i), make("div", { class: "line" }, bdi(D.name[i], "name"), score, undo), actions(i));
+    return make("div", { class: "body" }, labels(i), make("div", { class: "line" }, bdi(D.name[i], "name"), score, undo), near(i), twins(i), actions(i));
   }
   function actions(i) {
     const button = (action, text, title) => make("button", { type: "button", "data-action": action, title,
@@ -192,8 +230,9 @@
     return make("div", { class: "actions" },
       D.suggested[i] < 0 ? null : button("accept", "Accept", "Relabel as " + label(D.suggested[i])),
       button("keep", "Keep", "Keep the label " + given),
-      D.classes.length > 2 ? button("other", "Other…", "Choose the label") : null,
-      button("drop", "Drop", "Drop the row"));
+      button("other", "Other…", "Choose the label"),
+      button("drop", "Drop", "Drop the row"),
+      button("unsure", "Unsure", "Not sure: leave it undecided"));
   }
   function card(i, k) {
     const show = content(i), attributes = { type: "button", class: "content", title: "Enlarge (E)", onclick: () => enlarge(k) };
@@ -264,15 +303,16 @@
 
   function controls() {
     $("views").querySelectorAll("input").forEach((input) => { input.checked = input.value === state.view; });
-    for (const name of ["given", "suggested"]) $(name).value = state[name];
+    for (const name of ["given", "suggested", "sort"]) $(name).value = state[name];
     if (document.activeElement !== $("q")) $("q").value = state.q;
     $("undecided").checked = Boolean(state.undecided);
     const active = ["given", "suggested", "q", "undecided"].filter((name) => state[name]).length;
     $("active").textContent = active ? active + " active" : "";
     $("clear").hidden = !active;
-    const what = { suspects: "suspect", rest: "other row", earlier: "earlier decision" }[state.view];
+    const what = { suspects: "suspect", rest: "other row", sample: "random row", doubted: "checked row", earlier: "earlier decision" }[state.view];
     $("listed").replaceChildren(count(listed.length) + " " + what + (listed.length === 1 ? "" : "s"),
-      make("span", {}, state.view === "earlier" ? "" : "most suspicious first; the number is the probability that the given label is right"));
+      make("span", {}, state.view === "earlier" ? "" : state.view === "sample" ? "decide these in their order, as far as you like: they show how many labels are wrong"
+        : SORTS[state.sort] + "; the number is the probability that the given label is right"));
   }
   function pagers() {
     const last = pages(), now = page();
@@ -332,7 +372,7 @@
     const foot = make("div", { class: "foot" },
       make("button", { type: "button", onclick: move(-1) }, "‹ Previous"), make("button", { type: "button", onclick: move(1) }, "Next ›"),
       make("button", { type: "button", onclick: () => zoom.close() }, "Close"));
-    zoom.replaceChildren(content(i, true), body(i), foot);
+    zoom.replaceChildren(...[content(i, true), evidence(i), body(i), foot].filter(Boolean));
     if (!zoom.open) {
       /* else the browser would give the focus back to the card that was enlarged first, not to the last one */
       document.activeElement.blur();
@@ -356,6 +396,10 @@
       const lines = fit.slice(0, OPTIONS).map((c) => make("li", {}, make("button", { type: "button", onclick: () => pick(c) }, bdi(label(c)),
         make("span", { class: "number" }, c === D.given[i] ? "given" : chance.has(c) ? Math.round(100 * chance.get(c)) + " %" : ""))));
       if (fit.length > OPTIONS) lines.push(make("li", { class: "muted" }, "and " + count(fit.length - OPTIONS) + " more: search for them"));
+      const name = $("wanted").value.trim(), fresh = name && !D.classes.some((c) => c.toLowerCase() === name.toLowerCase());
+      $("new-class").hidden = !fresh;
+      $("new-class").textContent = "New class: " + name;
+      $("new-class").onclick = () => { dialog.close(); change([[D.row[i], [D.name[i], label(D.given[i]), "new", name]]]); };
       $("options").replaceChildren(...(lines.length ? lines : [make("li", { class: "muted" }, "No class has this in its name.")]));
       return fit;
     };
@@ -392,7 +436,7 @@
     const cards = [...$("cards").children];
     return Math.max(1, cards.filter((c) => c.offsetTop === cards[0].offsetTop).length);
   }
-  const ACTIONS = { a: "accept", s: "keep", d: "drop" };
+  const ACTIONS = { a: "accept", s: "keep", d: "drop", q: "unsure" };
   const KEYS = {
     j: () => step(1), ArrowRight: () => step(1), k: () => step(-1), ArrowLeft: () => step(-1),
     ArrowDown: () => focusCard(current + columns()), ArrowUp: () => focusCard(current - columns()),
@@ -449,7 +493,8 @@
   /* The same rules as `read_decisions` has; rows that this page does not show are checked there. */
   function problem(at, row, name, given, decision, chosen) {
     if (!/^\d+$/.test(row)) return "the row is not a number";
-    if (!["keep", "relabel", "drop"].includes(decision)) return "the decision is not keep, relabel or drop";
+    if (!["keep", "relabel", "drop", "unsure", "new"].includes(decision)) return "the decision is not keep, relabel, drop, unsure or new";
+    if (decision === "new" && (!chosen.trim() || D.classes.includes(chosen))) return "a new class has a name that no other class has";
     if (decision === "relabel" && !D.classes.includes(chosen)) return "the label is not one of the classes";
     if (decision === "keep" && chosen !== "" && chosen !== given) return "the label differs, write relabel";
     if (at !== undefined && (D.name[at] !== name || label(D.given[at]) !== given)) return "the data has another name or label there";
@@ -467,7 +512,7 @@
       const decision = written.trim().toLowerCase(), number = row.trim();
       const why = problem(where.get(+number), number, name, given, decision, chosen);
       if (why) wrong.push("row " + number + " (" + name + "): " + why);
-      changes.push([+number, [name, given, decision, decision === "keep" ? given : decision === "drop" ? "" : chosen]]);
+      changes.push([+number, [name, given, decision, decision === "keep" || decision === "unsure" ? given : decision === "drop" ? "" : chosen]]);
     }
     if (wrong.length) return toast("Nothing was imported.\n" + wrong.slice(0, 10).join("\n") + (wrong.length > 10 ? "\nand " + count(wrong.length - 10) + " more" : ""));
     if (!changes.length) return toast("The file holds no decisions.");
@@ -487,6 +532,8 @@
     $(name).append(make("option", { value: "" }, "any"), ...D.classes.map((c, k) => make("option", { value: k }, c)));
     $(name).onchange = () => go({ [name]: $(name).value });
   }
+  $("sort").append(...Object.entries(SORTS).map(([value, text]) => make("option", { value }, text)));
+  $("sort").onchange = () => go({ sort: $("sort").value });
   $("q").oninput = () => go({ q: $("q").value });
   $("undecided").onchange = () => go({ undecided: $("undecided").checked ? "1" : "" });
   $("clear").onclick = () => { $("q").value = ""; go({ ...DEFAULTS, view: state.view }); };
