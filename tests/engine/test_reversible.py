@@ -332,6 +332,16 @@ def test_a_gradient_that_depends_on_the_weights_before_the_step() -> None:
     both(take, direction=lambda d, w: {n: v + 0.1 * w[n].sin() * torch.rand_like(v) for n, v in d.items()}, clip=0.1)
 
 
+def test_values_computed_from_the_weights() -> None:
+    def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(6):
+            target = loop.compute(lambda model: (lam.sigmoid().mean() * model(x)).softmax(1))
+            loop.step(x, target, h=lambda model, x, y: F.cross_entropy(model(x), y))
+        return loop.hypergrad(lam, outer=(x, y))
+
+    both(take)
+
+
 def test_tasks() -> None:
     def take(loop: Any, lam: Tensor, x: Tensor, y: Tensor) -> Tensor:
         x, y = torch.stack([x, x.flip(0)]), torch.stack([y, y.flip(0)])
