@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # PAGE.md COMMAND: make a page of what the command prints, with the notes of PAGE_notes.md at its end.
 PAGE := $(BIN)/python -m benchmarks.page
 
-.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan cleaning cleaning-matrix attribution forecasts paper few-shot few-shot-page bench \
+.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan queries cleaning cleaning-matrix attribution forecasts paper few-shot few-shot-page bench \
 	bench-quick peers gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt
@@ -94,6 +94,10 @@ tasks: $(VENV)/.bench
 # Which states to keep if the number of steps is not known: steps run again, beside the fewest possible.
 plan: $(VENV)/.test
 	$(PAGE) docs/results/plan.md $(BIN)/python -m benchmarks.plan
+
+# Many outer losses in one sweep, beside one: a few minutes.
+queries: $(VENV)/.test
+	$(PAGE) docs/results/queries.md $(BIN)/python -m benchmarks.queries
 
 # Long: kill -9 at random moments, 400 damaged files of each kind, 1,000 blocks of each engine (docs/results/soak.md).
 soak: $(VENV)/.test

@@ -90,7 +90,4 @@ def after_hooks(model: Model, inputs: list[Tensor], grads: list[Tensor], create_
 
     inner = {id(p) for p in model.parameters.values()}
     hooked = [bool(x._backward_hooks) and id(x) not in inner for x in inputs]
-    return [
-        hooked_grad(x, grad) if has_hook else grad
-        for x, grad, has_hook in zip(inputs, grads, hooked, strict=True)
-    ]
+    return [hooked_grad(x, grad) if has_hook else grad for x, grad, has_hook in zip(inputs, grads, hooked, strict=True)]
