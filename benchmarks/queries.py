@@ -7,6 +7,7 @@ Each cell is measured in a process of its own, after one sweep that is not count
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import resource
@@ -51,7 +52,7 @@ class Cell(NamedTuple):
 
 def network(sizes: tuple[int, ...]) -> nn.Module:
     layers: list[nn.Module] = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers += [nn.Linear(a, b), nn.Tanh()]
     return nn.Sequential(*layers[:-1])
 

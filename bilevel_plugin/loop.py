@@ -402,8 +402,8 @@ class Loop:
     ) -> Tensor | list[Tensor] | dict[str, Tensor]:
         """Return d g(w_K(λ), λ)/dλ for the inputs, in their structure, as torch.autograd.grad would.
 
-        If g, or `loss`, is a vector of Q losses, the result has one more dimension in front: a row for each of them, all
-        from one sweep.
+        If g, or `loss`, is a vector of Q losses, the result has one more dimension in front: a row for each of them,
+        all from one sweep.
 
         Args:
             inputs: a tensor, a list, a dict, or a module (a dict of its trainable parameters). The parameters of

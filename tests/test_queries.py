@@ -119,7 +119,8 @@ def one_by_one(loop: Any, inputs: list[Tensor], batch: tuple[Tensor, Tensor]) ->
     x, y = batch
     each = [loop.hypergrad(inputs, outer=(x[i : i + 1], y[i : i + 1])) for i in range(len(x))]
     return [
-        torch.stack([g.reshape(lam.shape) for g in of_input]) for lam, of_input in zip(inputs, zip(*each, strict=True))
+        torch.stack([g.reshape(lam.shape) for g in of_input])
+        for lam, of_input in zip(inputs, zip(*each, strict=True), strict=True)
     ]
 
 
