@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 # PAGE.md COMMAND: make a page of what the command prints, with the notes of PAGE_notes.md at its end.
 PAGE := $(BIN)/python -m benchmarks.page
 
-.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan reversible cleaning attribution forecasts paper few-shot few-shot-page bench \
+.PHONY: demo test lint types docs widths figures release-check fuzz oldest soak sentinel optimizers loops loop-cost attention tasks plan reversible queries cleaning attribution forecasts paper few-shot few-shot-page bench \
 	bench-quick peers gpu-check clean
 
 $(VENV)/.demo: pyproject.toml constraints.txt

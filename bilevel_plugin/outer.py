@@ -92,7 +92,8 @@ class LossOfBatch(OuterLoss):
     def _traced(self, evaluation: Evaluation, row: int | None, since: int, twice: bool, alone: bool) -> Traced:
         """Return the loss with its graph, while the model holds its weights."""
         run, model = self._run, self._run.model
-        value = value_of(model, "g", self._g, evaluation, row_of(self.batch, row), vector=True)
+        one = model.tasks.count is None  # under vmap the entries of a vector would be summed with the tasks
+        value = value_of(model, "g", self._g, evaluation, row_of(self.batch, row), vector=one)
         _check_vector(model, "g", value, self.like)
         self._here = value.detach()
         value = value if isinstance(self.weight, float) and self.weight == 1 else self.weight * value

@@ -206,8 +206,9 @@ def test_the_entries_of_one_loss_can_be_differentiated_one_after_the_other(engin
         each = torch.stack([loop.hypergrad(problem.lam, loss=losses[i]) for i in range(QUERIES)])
         assert_same([each], [whole])
         loop.step()
-        with pytest.raises(ValueError, match="of an earlier step"):
-            loop.hypergrad(problem.lam, loss=losses)
+        if engine != "unroll":  # whose graphs lead on from any step
+            with pytest.raises(ValueError, match="of an earlier step"):
+                loop.hypergrad(problem.lam, loss=losses)
 
 
 def test_rows_pass_through_the_graph_behind_a_batch_and_to_the_initial_weights():
@@ -280,7 +281,7 @@ def test_the_value_is_the_vector_and_backward_refuses_it():
             loop.run(2, outer=problem.test)
             assert torch.allclose(loop.value, problem.g(loop, *problem.test))
             for inputs in (None, [problem.lam]):
-                with pytest.raises(ValueError, match=r"backward\(\) takes a scalar, and the outer loss is a vector"):
+                with pytest.raises(ValueError, match="takes a scalar, and the outer loss is a vector of 4"):
                     loop.backward(inputs)
             loop.add_outer_loss()
             with pytest.raises(ValueError, match="Sum it"):
@@ -298,18 +299,21 @@ def test_what_takes_no_vector_is_refused_by_name():
                 loop.hypergrad(problem.lam, queries=queries)
         with pytest.raises(ValueError, match=r"loss= must return a scalar, got a tensor of shape \(9, 3\)"):
             loop.hypergrad(problem.lam, loss=loop(problem.x))
-        with pytest.raises(ValueError, match="at least one entry"):
+        with pytest.raises(ValueError, match=r"g must return a scalar, got a tensor of shape \(0,\)"):
             loop.hypergrad(problem.lam, outer=problem.x[:0])
     with (
         bilevel.inner(problem.net, problem.h, g, solver="bigsam", lr=0.1) as loop,
-        pytest.raises(ValueError, match="g must return a scalar"),
+        pytest.raises(ValueError, match="A vector of outer losses is for hypergrad alone"),
     ):
-        loop.step(outer=problem.x)
+        loop.run(2, outer=problem.x)
     with bilevel.inner(nn.Linear(5, 3), lambda m, x: m(x).mean(), g, solver="gd", lr=0.1, tasks=2) as loop:
-        loop.step(problem.x[:2], outer=problem.x[:2])
+        batch = problem.x[:2].unsqueeze(1)
+        loop.step(batch, outer=batch)
         losses = torch.stack([w.sum() for w in loop.weights.values()])
-        with pytest.raises(ValueError, match=r"with tasks= an outer loss is a scalar, and loss= is a vector of 2"):
-            loop.hypergrad(problem.x.requires_grad_(), loss=losses, allow_unused=True)
+        with pytest.raises(ValueError, match="with tasks= an outer loss is a scalar, and loss= is a vector of 2"):
+            loop.hypergrad(problem.lam, loss=losses, allow_unused=True)
+        with pytest.raises(ValueError, match="without tasks="):
+            loop.hypergrad(problem.lam, allow_unused=True)
 
 
 def test_blocks_take_the_rows_one_after_the_other_and_say_so():
@@ -333,8 +337,8 @@ def test_a_sweep_that_can_be_resumed_takes_a_vector_at_once(tmp_path):
 
 def test_what_can_be_batched_is(monkeypatch):
     """Rows one after the other are for graphs that need it, and those alone."""
-    one_by_one: list[object] = []
-    monkeypatch.setattr(rows, "stacked", lambda parts: one_by_one.append(parts) or torch.stack(parts))
+    one_by_one, stacked = list[object](), rows.stacked
+    monkeypatch.setattr(rows, "stacked", lambda parts: one_by_one.append(parts) or stacked(parts))
     for model, batched in (("tanh", True), ("convolution", True), ("attention", True), ("no vmap", False)):
         problem = Problem(model, "adam")
         with problem.block("reverse") as loop:

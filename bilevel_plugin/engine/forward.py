@@ -300,7 +300,7 @@ class _ForwardTape(Tape):
                 along = [None if (x := self._through.get(key)) is None else self.chosen(self._value, x) for key in keys]
             else:
                 along = [_sum(_dot(a, self._now(key)), values.get(key)) for key in keys]
-            rows = next((x.shape for x in along if x is not None), ())
+            rows = self.along(self._value if end is None else end.value).shape[:-1]
             total = tensor.new_zeros((*rows, tensor.numel()))
             for j, x in enumerate(along):
                 if x is not None:

@@ -43,9 +43,9 @@ def scalar(name: str, value: object, *, vector: bool = False) -> Tensor:
         )
     if value.shape != () and not (vector and value.dim() == 1 and len(value)):
         raise ValueError(
-            f"bilevel.inner: {name} must return a scalar{' here' if name == 'g' else ''}, got a tensor of shape "
-            f"{tuple(value.shape)}. Reduce it, with .mean() or .sum()."
-            + (" The outer loss of hypergrad may be a vector, with at least one entry." if name != "h" else "")
+            f"bilevel.inner: {name} must return a scalar, got a tensor of shape {tuple(value.shape)}. Reduce it, "
+            "with .mean() or .sum()."
+            + (" A vector of outer losses is for hypergrad alone, without tasks=." if name != "h" else "")
         )
     if not value.is_floating_point():
         raise TypeError(f"bilevel.inner: {name} must return a real floating-point loss, got {value.dtype}.")
