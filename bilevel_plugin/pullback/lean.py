@@ -41,6 +41,7 @@ def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Seque
     def run(evaluation: Evaluation) -> PulledPiece:
         with LeanProducts(evaluation.weights.values(), evaluation.taking) as lean:
             weighted, values = piece.losses(evaluation)
+        piece.record.check_leaves(weighted)
         with lean.taking_gradient():
             d = piece.gradient(weighted, evaluation, True)
         left_out = frozenset(n for n, w in evaluation.weights.items() if id(w) in lean.without_value)
