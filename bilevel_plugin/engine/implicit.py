@@ -224,8 +224,9 @@ class _ImplicitTape(Tape):
             name = type(self._options).__name__
             raise RuntimeError(
                 f"bilevel.{name}: the engine differentiates the fixed point of the inner steps, and the loop has not "
-                f"reached it: nearer to it ({self._options.nearer}) the gradient would change by {change / size if size else 1.0:.1%}. "
-                f"Take more steps, use engine='reverse', or allow the change: bilevel.{name}(settled=...)."
+                f"reached it: {self._options.nearer} the gradient would change by "
+                f"{change / size if size else 1.0:.1%}. Take more steps, use engine='reverse', or allow the change: "
+                f"bilevel.{name}(settled=...)."
             )
 
 
