@@ -3,7 +3,8 @@
     dg/dλ = ∂g/∂λ + v·∂Φ/∂λ,   v·(I − ∂Φ/∂z) = ∇_z g
 
 Memory: the graph of one step, whatever K is. It is right at the fixed point only. Whether the loop has
-reached it is tested on the hypergradient itself, which is taken at z and at Φ(z) and may differ by `settled`.
+reached it is tested on the hypergradient itself, which is taken at z and nearer to the fixed point, and may differ by
+`settled`: at Φ(z), or for CG where a Newton step leads.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class _Implicit(Engine):
     """The options of both engines.
 
     iterations: the largest number of products with ∂Φ/∂z. tol: the relative residual to reach; None accepts what the
-    iterations give. settled: how much the hypergradient may change, relative to its size, from z to Φ(z).
+    iterations give. settled: how much the hypergradient may change, relative to its size, from z to Φ(z), or to
+    where a Newton step leads.
     """
 
     needs: ClassVar[tuple[str, ...]] = ("fixed point",)
+    nearer: ClassVar[str] = "after one more step"
     iterations: int = 1000
     tol: float | None = 1e-6
     settled: float = 0.01
@@ -50,6 +53,10 @@ class _Implicit(Engine):
     @abstractmethod
     def solve(self, pull: Operator, a: State) -> State:
         """Return v with v − pull(v) = a, where pull(v) = v·∂Φ/∂z."""
+
+    def ahead(self, pull: Operator, z: State, to: State) -> State:
+        """Return a state nearer to the fixed point than z is, given to = Φ(z)."""
+        return to
 
     def not_converged(self, residual: float) -> RuntimeError:
         return RuntimeError(
@@ -78,6 +85,7 @@ class CG(_Implicit):
     """
 
     needs: ClassVar[tuple[str, ...]] = ("fixed point", "symmetry")
+    nearer: ClassVar[str] = "after a Newton step"
 
     def solve(self, pull: Operator, a: State) -> State:
         v, r, p = _scale(0.0, a), a, a
@@ -101,6 +109,10 @@ class CG(_Implicit):
         if self.tol is not None and rr > self.tol**2 * start:
             raise self.not_converged((rr / start) ** 0.5)
         return v
+
+    def ahead(self, pull: Operator, z: State, to: State) -> State:
+        """Return the fixed point by one Newton step, z + (I − ∂Φ/∂z)⁻¹(Φ(z) − z), whatever the rate of the steps is."""
+        return _add(z, 1.0, self.solve(pull, {n: to[n] - x for n, x in z.items()}))
 
 
 @dataclass(frozen=True)
@@ -200,7 +212,8 @@ class _ImplicitTape(Tape):
             solved = [solve(pull, {**zeros, **of_row}) for of_row in each]
             v = solved[0] if count is None else {n: torch.stack([x[n] for x in solved]) for n in at}
             found.vjp(v, inputs, into)
-            return as_leaves({n: x.detach().clone() for n, x in found.to.items()})
+            to = {n: x.detach().clone() for n, x in found.to.items()}
+            return as_leaves({**to, **self._options.ahead(pull, {n: x.detach() for n, x in at.items()}, to)})
 
         return traced(step, z, run)
 
@@ -221,8 +234,9 @@ class _ImplicitTape(Tape):
             name = type(self._options).__name__
             raise RuntimeError(
                 f"bilevel.{name}: the engine differentiates the fixed point of the inner steps, and the loop has not "
-                f"reached it: after one more step the gradient would change by {change / size if size else 1.0:.1%}. "
-                f"Take more steps, use engine='reverse', or allow the change: bilevel.{name}(settled=...)."
+                f"reached it: {self._options.nearer} the gradient would change by "
+                f"{change / size if size else 1.0:.1%}. Take more steps, use engine='reverse', or allow the change: "
+                f"bilevel.{name}(settled=...)."
             )
 
 

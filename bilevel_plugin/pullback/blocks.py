@@ -50,7 +50,7 @@ class BlockByBlock:
             return lean.pull(piece, z, cotangent, b, wanted)
         if cotangent.rows is not None:
             return self._each_row(piece, z, cotangent, b, wanted)
-        modes, random = [m.training for m in model.modules], random_states(model.devices)
+        modes, random = [m.training for m in model.modules], random_states(model.devices, others=True)
         found, why = None, "another rank can't differentiate its step block by block"
         try:
             found = self._pull(piece, z, cotangent, b, wanted)

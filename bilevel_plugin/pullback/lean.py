@@ -51,6 +51,7 @@ def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Seque
     def run(evaluation: Evaluation) -> PulledPiece:
         with LeanProducts(evaluation.weights.values(), evaluation.taking) as lean:
             weighted, values = piece.losses(evaluation)
+        piece.record.check_leaves(weighted)
         with lean.taking_gradient():
             d = piece.gradient(weighted, evaluation, True)
         if not lean.without_value:

@@ -21,6 +21,7 @@ def pull(piece: Piece, z: State, cotangent: CotangentOf, b: State, wanted: Seque
     """Compute ∇⟨∇ℓ, u⟩ for any piece."""
 
     def use(evaluation: Evaluation, found: Found) -> PulledPiece:
+        piece.record.check_leaves(found.weighted)
         return differentiate(piece, evaluation, found, cotangent(piece, found.direction), b, wanted)
 
     return piece.evaluate(z, use, graph=True, follow=bool(piece.model.seen.moving))

@@ -115,7 +115,7 @@ def undisturbed(model: Model) -> Generator[None]:
 
     So evaluating g changes nothing, and `hypergrad` differentiates exactly the value that `loop.value` has.
     """
-    modes, random = [m.training for m in model.modules], random_states(model.devices)
+    modes, random = [m.training for m in model.modules], random_states(model.devices, others=True)
     try:
         yield
     finally:

@@ -168,6 +168,7 @@ class Piece:
             leaves.update((id(x), x) for x in new)
         self.runs_into_other_graphs = bool(older)
         self._note(found.values, list(leaves.values()))
+        record.used = len(leaves)
 
     def note_compiled(self, values: State, seen: Sequence[Tensor]) -> None:
         """Record what a compiled evaluation has used; it has no graph to search."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..autograd.graph import leaf_of, nodes
 from ..autograd.trees import Pairs, State, tensors_of
 from ..guards.holding import Snapshot, leaves_of, mark
 from ..model.model import Model
@@ -26,13 +27,14 @@ from .conditions import Conditions
 class Record:
     """What an evaluation used, and what it found: values, and the outer variables in its graph."""
 
-    __slots__ = ("conditions", "cut", "held", "k", "leaves", "of", "samples", "seals", "values")
+    __slots__ = ("conditions", "cut", "held", "k", "leaves", "of", "samples", "seals", "used", "values")
 
     def __init__(self, k: int, conditions: Conditions, cut: Pairs, held: Snapshot, *, of: str = "") -> None:
         self.held = held
         self.k, self.conditions, self.cut = k, conditions, cut
         self.of = of  # what was evaluated, if it is not a step
         self.leaves: list[Tensor] = []
+        self.used = 0  # how many of the leaves, the first ones, were found in the graphs of the losses
         self.values: tuple[float | Tensor, ...] = ()  # the values of the losses on this process
         self.samples: list[tuple[str, Any, Any]] = []  # what its batches held, with marks of their values
         self.seals: list[tuple[str, Tensor, int]] = []  # what it used, with the versions of then
@@ -79,6 +81,18 @@ class Record:
             allowed = 1000 * unit if value.device.type == "cpu" else max(1000 * unit, self.conditions.precision**0.5)
             if not abs(float(value) - float(before)) <= allowed * abs(float(before)) + torch.finfo(value.dtype).tiny:
                 raise self.differs()
+
+    def check_leaves(self, losses: Sequence[Tensor]) -> None:
+        """Raise if a graph lacks an outer variable that it had: then the values are right and the gradient is not."""
+        missing = {id(x): x for x in self.leaves[: self.used]}
+        for node in nodes(losses) if missing else ():
+            if (leaf := leaf_of(node)) is not None and missing.pop(id(leaf), None) is not None and not missing:
+                return
+        for x in missing.values():
+            raise RuntimeError(
+                f"bilevel.inner: {self.where} used an outer variable (shape {tuple(x.shape)}), which it does not use "
+                f"where it is run again for the hypergradient: it is detached there, or another. {self._cause()}"
+            )
 
     def differs(self) -> RuntimeError:
         """Return the error for a repetition with another result."""

@@ -12,7 +12,6 @@ RED: Red = {
             {
                 "the outer variable detached in step 2": "memory unroll forward",
                 "a scaled gradient after the steps": "reverse sqrt blocks tasks",
-                "an array of the batch": "reverse sqrt blocks tasks",
             },
         )
     },
@@ -85,20 +84,6 @@ RED: Red = {
                 "a target network of the loop": "memory unroll forward tasks",
             },
         ),
-        "test_a_tensor_that_is_refilled_between_the_steps": (
-            "tensors refilled by NumPy or .data; an error that does not name them",
-            {
-                "closed over, by NumPy": "memory unroll",
-                "closed over, one entry by NumPy": "memory unroll",
-                "closed over, through .data": "memory unroll",
-                "closed over, by its storage": "memory unroll",
-                "closed over, an alias of NumPy's memory": "memory unroll",
-                "in the batch, by NumPy": "reverse sqrt blocks tasks",
-                "in the batch, one entry by NumPy": "reverse sqrt blocks tasks",
-                "in the batch, through .data": "reverse sqrt blocks tasks",
-                "in the batch, an alias of NumPy's memory": "reverse sqrt blocks tasks",
-            },
-        ),
     },
     "test_promises_direction.py": {
         "test_a_direction_with_a_state_of_its_own": (
@@ -134,12 +119,6 @@ RED: Red = {
             ".item() in direction=, in some steps alone",
             {"": "reverse sqrt memory blocks unroll forward tasks"},
         ),
-    },
-    "test_promises_implicit.py": {
-        "test_a_loop_far_from_its_fixed_point": (
-            "cg accepts a loop that is far from its fixed point",
-            {"0.001-5": "cg", "0.0001-5": "cg", "1e-06-5": "cg", "1e-09-1": "cg"},
-        )
     },
     "test_promises_later.py": {
         "test_a_construct_in_a_later_step": (
@@ -316,8 +295,5 @@ RED: Red = {
             "tasks= leaves dead tensors in attributes",
             {"": "tasks"},
         ),
-    },
-    "test_promises_texts.py": {
-        "test_the_error_names_what_has_changed": ("one text for all causes", {"numpy's random numbers": "blocks"})
     },
 }
