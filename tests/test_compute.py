@@ -1,4 +1,4 @@
-"""loop.compute: values that the loop computes from its weights between steps, judged by the plain loop's differences."""
+"""loop.compute: values that the loop computes between its steps, judged by the plain loop's differences."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_value_is_a_constant_for_steps_and_none_for_the_hypergradient(
 def test_a_loss_may_close_over_a_value(engine: str, judged: dict[str, tuple[Tensor, list[Tensor]]]) -> None:
     p = Problem()
     now: list[Tensor] = []
-    h = lambda m, i: p.h(m, p.x[i], p.y[i], now[0][i])  # noqa: E731
+    h = lambda m, i: p.h(m, p.x[i], p.y[i], now[0][i])
 
     def step(i: Tensor, w: Tensor) -> None:
         now[:] = [w]
@@ -156,7 +156,7 @@ def test_values_between_micro_batches_in_outer_losses_and_in_added_losses(engine
 
     def wrapped(p: Problem, engine: bilevel.Engine, take: Callable[[bilevel.Loop], Any]) -> Any:
         p.model.eval()
-        g = lambda m, w: (m(p.x).squeeze(1) * w).sum()  # noqa: E731
+        g = lambda m, w: (m(p.x).squeeze(1) * w).sum()
         with bilevel.inner(p.model, p.h, g, solver="gd", lr=0.3, engine=engine) as loop:
             torch.manual_seed(1)
             w = loop.compute(p.pace, p.x, p.y, None)["weights"]
@@ -178,7 +178,7 @@ def test_values_between_micro_batches_in_outer_losses_and_in_added_losses(engine
 def test_a_second_derivative_through_values() -> None:
     model = nn.Linear(1, 1, bias=False).double()
     lam = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-    h = lambda m, y: 0.5 * (m.weight - y).square().sum()  # noqa: E731
+    h = lambda m, y: 0.5 * (m.weight - y).square().sum()
     with bilevel.inner(model, h, lambda m: m.weight.sum(), solver="gd", lr=1.0, engine="unroll") as loop:
         loop.step(loop.compute(lambda m: lam**3 + 0 * m.weight))
         first = loop.hypergrad(lam, create_graph=True)

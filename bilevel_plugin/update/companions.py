@@ -23,7 +23,7 @@ Rule = Callable[[State, State], State]
 
 
 @dataclass(frozen=True)
-class ema:  # noqa: N801 (it is called like a function)
+class ema:
     """s⁺ = decay·s + (1 − decay)·w⁺, the exponential moving average of the weights of the same names.
 
     Examples:
@@ -51,7 +51,7 @@ class ema:  # noqa: N801 (it is called like a function)
 
 
 @dataclass(frozen=True)
-class copy:  # noqa: N801 (it is called like a function)
+class copy:
     """s⁺ = w⁺ after every so many steps of the block, and s⁺ = s after the others."""
 
     every: int = 1
@@ -88,7 +88,7 @@ class Companions:
                 "companion has tensors of its own: copy.deepcopy(model)."
             )
         weights = dict(model.named_parameters())
-        for m, rule, names in zip(self.modules, self._rules, self._names, strict=True):
+        for m, rule in zip(self.modules, self._rules, strict=True):
             if not callable(rule):
                 raise TypeError(
                     f"bilevel.inner: companions= takes a rule for each module, bilevel.ema(0.99), bilevel.copy(every="
