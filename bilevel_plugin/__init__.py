@@ -21,6 +21,7 @@ from .kernels.stopping import stop_gradient
 from .step.fetching import fetched
 from .step.step import Step
 from .step.traced import traced
+from .update.companions import copy, ema
 from .update.direction import clip_norm, clip_value
 from .update.formulas import lion
 from .update.registry import optimizer_rule
@@ -61,6 +62,8 @@ __all__ = [
     "clip_value",
     "constant",
     "convergent",
+    "copy",
+    "ema",
     "evaluate",
     "fetched",
     "forecast",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -27,6 +27,7 @@ from .model.ranks import Alone
 from .model.tasks import Tasks
 from .run import Check, Run
 from .update import solvers
+from .update.companions import Companions, Rule
 from .update.direction import Transform, bound_clip, checked_direction, observed, resolve_clip
 from .update.optimizer import OptimizerRule
 from .update.prepared import Preparation
@@ -60,6 +61,7 @@ def inner(
     group: ProcessGroup | None = None,
     local: Inputs = (),
     check: Check = "first",
+    companions: Mapping[nn.Module, Rule] | None = None,
 ) -> Inner:
     """Make the loop in this block the inner problem of min_λ g(w_K(λ), λ), w⁺ = Φ_k(w, λ).
 
@@ -95,6 +97,10 @@ def inner(
         check: "first" compares derivatives with finite differences in the first hypergradient of a model with these
             losses, at the cost of a few plain steps. It warns (`DerivativeWarning`) if one is wrong. "always"
             does so in every hypergradient, False never.
+        companions: modules that follow the weights, each with its rule: `ema(decay)`, `copy(every)`, or a function
+            (state, weights) -> state of the companion's parameters and the model's, by name, after each step. A step
+            takes a companion for a constant, and the hypergradient does not. In the block it holds its current
+            numbers.
 
     The outer variable λ needs no registration: it is every other tensor that requires grad and is used by h or g.
 
@@ -111,7 +117,9 @@ def inner(
         ...     print(loop.hypergrad(lam))
         tensor(-1.)
     """
-    return Inner(model, h, g, solver, lr, optimizer, direction, clip, unused, engine, tasks, group, local, check)
+    return Inner(
+        model, h, g, solver, lr, optimizer, direction, clip, unused, engine, tasks, group, local, check, companions
+    )
 
 
 class Inner:
@@ -133,6 +141,7 @@ class Inner:
         group: ProcessGroup | None,
         local: Inputs,
         check: Check,
+        companions: Mapping[nn.Module, Rule] | None,
     ) -> None:
         _refuse_losses(h, g)
         if check not in ("first", "always", False):
@@ -152,7 +161,12 @@ class Inner:
         self._unused = unused
         if optimizer is None and self._rate is None:
             _refuse_transforms(clip=clip, direction=direction)
-        self._model, self._tasks = model, tasks
+        self._model, self._tasks, self._companions = model, tasks, companions or {}
+        if self._companions and (tasks is not None or group is not None or "fixed point" in self._engine.needs):
+            raise ValueError(
+                "bilevel.inner: companions= is for one inner problem on one process, and for engines that go back over "
+                "the steps. Leave out tasks= and group=, and use engine='reverse', 'unroll' or 'forward'."
+            )
         self._group = None if group is None else weakref.ref(group)  # gloo aborts if it is referenced past its end
         self._local = () if isinstance(local, tuple) and not local else tuple(flatten(local).values())
         self._refuse_group()
@@ -190,8 +204,17 @@ class Inner:
             tasks = None if self._tasks is None else Tasks(self._tasks, self._model, parameters)
             swaps = self._group is not None and (engine.keeps_graphs or engine.traces_steps)
             ranks = None if self._group is None else self._ranks(parameters, own=not swaps)
-            keeps, notes = engine.keeps_graphs, engine.traces_steps
-            model = Model(self._model, parameters, tasks, ranks, graphs_are_kept=keeps, swaps=swaps, notes_leaves=notes)
+            followers = Companions(self._companions, self._model) if self._companions else None
+            model = Model(
+                self._model,
+                parameters,
+                tasks,
+                ranks,
+                graphs_are_kept=engine.keeps_graphs,
+                swaps=swaps,
+                notes_leaves=engine.traces_steps,
+                companions=followers,
+            )
         once, tasks = model.ranks.once, model.tasks
         if not optimizers and self._formula is None:
             return model, DescentRule(self._rate, once)

@@ -143,21 +143,24 @@ class _ForwardTape(Tape):
         assert step.open is not None
         at, d = as_leaves(z), as_leaves(step.open.sums.direction)
         step.open.sums.direction = d
+        b = step.open.sums.statistics = as_leaves(step.open.sums.statistics)
         to = step.close(at, update, graph=True)  # once: functions of the user in it may count their calls
+
+        now = self._now
 
         def tangents(key: Key) -> list[Tensor | None]:
             into = self._tangents[key], self._of_direction.get(key, {})
-            return [*(into[0].get(n) for n in at), *(into[1].get(n) for n in d)]
+            return [*(into[0].get(n) for n in at), *(into[1].get(n) for n in d), *(now(key).get(n) for n in b)]
 
         sources = self._sources(step.pieces[-1].record.leaves, [])
-        pushed = self._pushed(to, [*at.values(), *d.values()], tangents, sources)
+        pushed = self._pushed(to, [*at.values(), *d.values(), *b.values()], tangents, sources)
         for key, new in pushed.items():
             if next(iter(z.values())).device.type == "cpu" and not is_finite(new.values()):
                 raise FloatingPointError(
                     f"bilevel.Forward: the tangent of the weights is not finite at step k = {step.k}. "
                     "A smaller rate may help."
                 )
-            self._tangents[key] = {**new, **self._of_statistics.get(key, {})}
+            self._tangents[key] = {**self._of_statistics.get(key, {}), **new}
         self._of_direction, self._of_statistics = {}, {}
         return {n: x.detach() for n, x in to.items()}
 

@@ -84,7 +84,9 @@ class _UnrollTape(Tape):
         to = step.close(z, update, graph=True)
         # A weight that does not change must be a new tensor in the next step. Otherwise the direction of that step
         # would go back through this step, by a buffer that this step has changed.
-        to = {n: x.view_as(x) if x is z.get(n) and x.requires_grad else x for n, x in to.items()}
+        # So must every weight that a companion has followed.
+        every = step.model.companions is not None
+        to = {n: x.view_as(x) if x.requires_grad and (every or x is z.get(n)) else x for n, x in to.items()}
         self._remember(to)
         return to
 

@@ -82,6 +82,11 @@ class Held:
         for n, b in model.buffers.items():
             x = z[n] if n in z else model.held_buffers[n]
             if b.shape != x.shape or (b.device.type == "cpu" and not same_bits(b, x)):
+                if model.companions is not None and n in model.companions.parameters:
+                    raise RuntimeError(
+                        f"bilevel.inner: {n!r} was changed by hand after step k = {k}. In the block a companion moves "
+                        "by its rule (companions=), right after each step: leave out the code that moves it."
+                    )
                 raise RuntimeError(
                     f"bilevel.inner: the buffer {n!r} was changed in the block, after step k = {k}, and the derivative "
                     "of that change is not known. A look at the model in training mode updates running statistics: "

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,9 @@ from .losses import active_models
 from .ranks import Alone
 from .session import Session
 from .tasks import OneProblem
+
+if TYPE_CHECKING:
+    from ..update.companions import Companions
 
 T = TypeVar("T")
 _RUNNING = ("running_mean", "running_var")
@@ -116,8 +119,11 @@ class Model:
         graphs_are_kept: bool = False,
         swaps: bool = False,
         notes_leaves: bool = False,
+        companions: Companions | None = None,
     ) -> None:
-        self.module, self.parameters = module, parameters
+        self.module, self.parameters, self.companions = module, parameters, companions
+        followers = [] if companions is None else companions.modules
+        self._host = _Host(module, followers)
         self.tasks, self.ranks = tasks or OneProblem(), ranks or Alone()
         # A block inside a loss, on the same model as that loss, must not write to the model: the graph of the loss is
         # still being built. The weights of such a block are only swapped in, as those of tasks are.
@@ -125,12 +131,14 @@ class Model:
         self.holds = self.tasks.count is None and not nested
         self.graphs_are_kept, self._notes_leaves = graphs_are_kept, notes_leaves or graphs_are_kept
         self.own = self.tasks.count is None and not (graphs_are_kept or swaps)
-        self.modules = tuple(module.modules())
+        self.modules = (*module.modules(), *(m for follower in followers for m in follower.modules()))
         self.ids = frozenset(map(id, self.modules))
         # a buffer that requires grad is an outer variable, and is not swapped
         self.buffers: State = {n: b for n, b in module.named_buffers() if b is not None and not b.requires_grad}
-        self.places = list(_places(module, {**parameters, **self.buffers}))
-        self._slots = _slots(module, {**parameters, **self.buffers})
+        if companions is not None:  # they are part of the state as running statistics are
+            self.buffers.update({**companions.parameters, **companions.buffers})
+        self.places = list(_places(self.modules, {**parameters, **self.buffers}))
+        self._slots = _slots(self._host, {**parameters, **self.buffers})
         self._buffer_places = [place for place in self.places if place[2] in self.buffers]
         tracked = {
             id(b)
@@ -141,6 +149,9 @@ class Model:
         }
         running = tuple(n for n, b in self.buffers.items() if id(b) in tracked)
         self.seen = Seen(running, running)
+        if companions is not None:
+            self.seen.statistics += tuple(companions.parameters)
+            self.seen.moving.update(companions.parameters)
         self.buffers = self.tasks.repeated(self.buffers)
         held = (*module.parameters(), *self.buffers.values())
         self.devices = {t.device for t in held if t.device.type not in ("cpu", "meta")}
@@ -153,7 +164,6 @@ class Model:
         self.held: State | None = None  # the state whose values the model's own tensors hold
         self.held_buffers: State = {}
         self.versions: list[int] = []
-        self._host = _Host(module)
 
     def structure(self) -> tuple[object, ...]:
         """Return a key that is equal for models of the same structure in the same modes."""
@@ -171,7 +181,10 @@ class Model:
     def open(self) -> None:
         """Save the values of the model's tensors, which `close` restores."""
         written = (*self.parameters.values(), *self.buffers.values()) if self.holds else ()
-        self.session = Session.open(self.module, self.parameters, written, self.note_versions)
+        module = self.module if self.companions is None else self._host
+        self.session = Session.open(module, self.parameters, written, self.note_versions)
+        for p in () if self.companions is None else self.companions.parameters.values():
+            p.requires_grad_(False)  # a step takes no gradient with respect to it
         self.opened = sequence_number()
 
     def close(self) -> None:
@@ -344,28 +357,29 @@ class Model:
 class _Host(nn.Module):
     """A module that holds the model and runs a function, so that `functional_call` swaps tensors around any code."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, companions: Iterable[nn.Module] = ()) -> None:
         super().__init__()
         self.model = model
+        self.companions = nn.ModuleList(companions)
 
     def __call__(self, run: Callable[[], T]) -> T:  # not `forward`: the user's global hooks never see it
         return run()
 
 
-def _places(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterable[Place]:
+def _places(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterable[Place]:
     """Yield each place that holds one of these tensors; tied weights have several, a module of two names is one."""
     names = {id(t): n for n, t in tensors.items()}
-    for m in module.modules():
+    for m in modules:
         for holder in (m._parameters, m._buffers):
             yield from ((holder, key, names[id(t)]) for key, t in holder.items() if id(t) in names)
 
 
-def _slots(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+def _slots(host: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """Return the same places by the names that `functional_call` of the host takes, with the names of the tensors."""
     names = {id(t): n for n, t in tensors.items()}
     return [
-        (f"model.{prefix}.{key}" if prefix else f"model.{key}", names[id(t)])
-        for prefix, m in module.named_modules()
+        (f"{prefix}.{key}", names[id(t)])
+        for prefix, m in host.named_modules()
         for held in (m._parameters, m._buffers)
         for key, t in held.items()
         if id(t) in names

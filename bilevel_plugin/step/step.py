@@ -134,8 +134,33 @@ class Step:
             leaves += find_leaves(option)[0]
         self.pieces[-1].use(leaves)
         to.update(open.sums.statistics)
+        self._follow(to, graph)
+        if model.companions is not None:
+            self.pieces[-1].use(model.companions.leaves(self.k, to))
         self.open = None
         return to
+
+    def _follow(self, to: State, graph: bool) -> None:
+        """Let the companions follow the weights."""
+        if (companions := self.model.companions) is not None:
+            with full_precision(), torch.set_grad_enabled(graph):
+                to.update(companions.follow(self.k, to))
+
+    def _pull_companions(
+        self, z: State, a: State, after: State | None, inputs: Sequence[Tensor] | None, into: Gradients
+    ) -> State:
+        """Return the adjoint of the state before its companions follow the weights."""
+        companions = self.model.companions
+        if companions is None or self.update is None or not any(n in a for n in companions.parameters):
+            return a
+        to = z
+        if companions.reads:
+            to = after if after and self.model.parameters.keys() <= after.keys() else self.replay(z)
+        with full_precision():
+            wanted = self._wanted(inputs)
+            a, grads = companions.pull(self.k, {**to, **{n: z[n] for n in companions.parameters}}, a, wanted)
+        into.collect([], wanted, grads)
+        return a
 
     # --- the step is repeated ---
 
@@ -161,7 +186,9 @@ class Step:
         with full_precision(), torch.set_grad_enabled(graph):
             d = self.model.ranks.mean(sums.direction, self.model.parameters)
             to = self.update(z, d)
-        return {**(to if graph else {n: x.detach() for n, x in to.items()}), **sums.statistics}
+        to = {**(to if graph else {n: x.detach() for n, x in to.items()}), **sums.statistics}
+        self._follow(to, graph)
+        return to
 
     def replay(self, z: State) -> State:
         """Run the step again from z, without a graph, and return the next state."""
@@ -199,6 +226,7 @@ class Step:
         losses between the pieces, by the number of pieces before them.
         """
         statistics = self.model.seen.statistics
+        a = self._pull_companions(z, a, after, inputs, into)
         cotangent = Cotangent(self, z, a, after, self._wanted(inputs))
         before = self._statistics_before(z, cotangent, bool(losses))
         b: State = {n: a[n] for n in statistics if n in a}
@@ -238,7 +266,8 @@ class Step:
         self.release()
         found = self._joined(cotangent, through, b, inputs, into)
         found.adjoint = plus(found.adjoint, direct) if direct else found.adjoint
-        found.to.update(ends)
+        companions = () if self.model.companions is None else self.model.companions.parameters
+        found.to = {n: x for n, x in {**found.to, **ends}.items() if n not in companions}
         return found
 
     def _wanted(self, inputs: Sequence[Tensor] | None) -> Sequence[Tensor]:
