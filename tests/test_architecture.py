@@ -93,10 +93,10 @@ def test_an_upward_edge_is_found_whatever_way_it_is_written(tmp_path):
 
 TESTS = Path(__file__).parent
 TESTED_BY = {  # files without one of their own, by the beginnings of their names
-    "autograd/": "autograd/test_graph.py", "collect": "test_loop.py", "engine/": "engine/test_every_engine.py",
-    "guards/": "model/test_model.py", "inputs": "test_loop.py", "model/group": "model/test_ranks.py",
-    "outer": "test_outer_losses.py", "pullback/": "pullback/test_every_pullback.py", "run": "test_loop.py",
-    "step/": "step/test_step.py", "update/": "update/test_update.py",
+    "autograd/": "autograd/test_graph.py", "engine/": "engine/test_every_engine.py",
+    "guards/": "model/test_model.py", "model/group": "model/test_ranks.py", "outer": "test_outer_losses.py",
+    "pullback/": "pullback/test_every_pullback.py", "step/": "step/test_step.py", "update/": "update/test_update.py",
+    **dict.fromkeys(("collect", "gradients", "inputs", "run", "steps"), "test_loop.py"),
 }  # fmt: skip
 
 
