@@ -13,11 +13,7 @@ BEGIN, END = "<!-- made by python -m docs.figures.imports -->\n", "<!-- the end 
 
 LEVELS = (  # a file imports files of levels before its own, and of its own level without going round in a circle
     ("autograd/",), ("kernels/",), ("update/",), ("model/", "guards/"), ("step/",), ("pullback/",), ("engine/",),
-<<<<<<< HEAD
     ("check/",), ("run", "steps", "outer", "inputs", "collect", "gradients", "loop", "inner"),
-=======
-    ("check/",), ("run", "steps", "gradients", "outer", "inputs", "collect", "loop", "inner"),
->>>>>>> lean2
     ("check/gradcheck", "check/runs", "check/check_loop", "check/trainings", "check/smoothness", "check/forecast"),
     ("__init__",),
 )  # fmt: skip
