@@ -29,7 +29,7 @@ Made by `make queries`. The outer variable has a weight for each training row; t
 entropies, and `loop.hypergrad(lam)` returns a row for each. The time is that of the hypergradient in CPU seconds of one
 thread, without the training. The memory is what the peak of the process grows by during the hypergradient. "Times one"
 is the time for Q queries as a multiple of that for one; Q sweeps take Q times. The error is the largest difference
-from Q sweeps, relative to the largest entry (float32).
+from single sweeps for the first three, relative to the largest entry (float32).
 """
 QUERIES = (1, 5, 20, 100)
 
