@@ -167,15 +167,8 @@ def test_a_companion_that_is_moved_by_hand_is_an_error_that_names_it() -> None:
 
 def test_what_is_refused() -> None:
     p = Problem()
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match="is the model's own parameter"):
-        p.model.append(nn.Linear(1, 1).double())
-        bilevel.inner(p.model[:4], p.h, lr=0.1, solver="gd", companions={p.model: bilevel.ema(0.9)})
-    p = Problem()
-=======
     with pytest.raises(ValueError, match="is the model's own parameter '0.weight'"):
         bilevel.inner(p.model, p.h, lr=0.1, solver="gd", companions={p.model: bilevel.ema(0.9)})
->>>>>>> compute
     other = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has no counterpart"):
         bilevel.inner(p.model, p.h, lr=0.1, solver="gd", companions={other: bilevel.copy()})

@@ -67,6 +67,8 @@ class Learner(nn.Module):
 
         one = torch.optim.SGD(self.body.parameters(), lr=1.0)
         options: dict[str, Any] = {"solver": rule, "optimizer": one, "direction": direction, "engine": engine}
+        if first_order:
+            options["check"] = False  # the derivative is left out on purpose
         with bilevel.inner(self.body, loss, loss, **options) as loop:
             yield loop
 
