@@ -83,11 +83,38 @@ class Loop:
         `loop.step()`, without a batch, then takes the step. The graph of each micro-batch is freed at once. The
         gradients are summed: divide the loss by their number if you want the mean, as in the plain loop. To split one
         batch without changing the result, use `micro`. `micro` and `fetch` are explained in `step`.
+
+        Examples:
+            The gradients of both are summed, so the step goes from 0 to 0.25·(2 + 4).
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m, c: 0.5 * (m.weight - c).square().sum()
+            >>> with bilevel.inner(model, h, solver="gd", lr=0.25) as loop:
+            ...     for c in (2.0, 4.0):
+            ...         _ = loop.accumulate(c)
+            ...     _ = loop.step()
+            ...     print(model.weight.item())
+            1.5
         """
         return accumulate(self._checked(), batch, named, only, h, micro, reduction, fetch)
 
     def run(self, steps: int, *batch: Any, outer: Any = None, **named: Any) -> Losses:
-        """Take `steps` inner steps on the same batch, with the options of `step`. Return the losses before the last."""
+        """Take `steps` inner steps on the same batch, with the options of `step`. Return the losses before the last.
+
+        Examples:
+            K steps of rate t from 0 end at (1 − (1 − t)^K)·c.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m, c: 0.5 * (m.weight - c).square().sum()
+            >>> with bilevel.inner(model, h, solver="gd", lr=0.5) as loop:
+            ...     _ = loop.run(3, 8.0)
+            ...     print(model.weight.item())
+            7.0
+        """
         if steps < 1:
             raise ValueError(f"bilevel.inner: run takes at least one step, got {steps}.")
         for _ in range(steps - 1):
@@ -167,6 +194,20 @@ class Loop:
         """Write the current weights and buffers into the model, as a warm start for what comes after the block.
 
         With `optimizer`, momentum, moments and step counts are written into the state of the optimizers too.
+
+        Examples:
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> h = lambda m: 0.5 * (m.weight - 1).square().sum()
+            >>> for keep in (False, True):
+            ...     with bilevel.inner(model, h, solver="gd", lr=1.0) as loop:
+            ...         _ = loop.step()
+            ...         if keep:
+            ...             loop.commit_()
+            ...     print(model.weight.item())
+            0.0
+            1.0
         """
         self._checked().commit(optimizer)
 
@@ -284,6 +325,21 @@ class Loop:
 
         The weights of the inner model are not an outer variable and get no gradient, unless `inputs` names them (to
         learn an initialisation). `inputs` restricts the gradient to the tensors it names.
+
+        Examples:
+            Two steps of rate 0.5 from 0 end at w = 0.75·λ, so dg/dλ = (w − 1)·0.75.
+
+            >>> import torch, bilevel_plugin as bilevel
+            >>> model = torch.nn.Linear(1, 1, bias=False)
+            >>> _ = torch.nn.init.zeros_(model.weight)
+            >>> lam = torch.tensor(2.0, requires_grad=True)
+            >>> h = lambda m: 0.5 * (m.weight - lam).square().sum()
+            >>> g = lambda m: 0.5 * (m.weight - 1).square().sum()
+            >>> with bilevel.inner(model, h, g, solver="gd", lr=0.5) as loop:
+            ...     _ = loop.run(2)
+            ...     loop.backward()
+            >>> lam.grad
+            tensor(0.3750)
         """
         backward(self._checked(), inputs, outer, loss, retain_graph)
 

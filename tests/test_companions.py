@@ -167,7 +167,7 @@ def test_a_companion_that_is_moved_by_hand_is_an_error_that_names_it() -> None:
 
 def test_what_is_refused() -> None:
     p = Problem()
-    with pytest.raises(ValueError, match="is the model's own parameter '0.weight'"):
+    with pytest.raises(ValueError, match=r"is the model's own parameter '0\.weight'"):
         bilevel.inner(p.model, p.h, lr=0.1, solver="gd", companions={p.model: bilevel.ema(0.9)})
     other = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="has no counterpart"):

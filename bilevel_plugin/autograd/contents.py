@@ -23,7 +23,7 @@ def read(holder: Any, key: Any) -> Any:
 def places_in(x: Any) -> list[Place]:
     """Return where the things are that x holds. What torch or another library defines is not looked into."""
     if isinstance(x, functools.partial):
-        keywords = cast("dict[str, Any]", x.keywords)
+        keywords = x.keywords
         return [
             ("func", (x.func,), 0),
             *((f"[{i}]", x.args, i) for i in range(len(x.args))),

@@ -93,7 +93,7 @@ def _lazy(t: Tensor) -> bool:
 
 def inner_parameters(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     """Return the parameters that the block trains: those that require grad, and that the optimizers hold if any."""
-    named = dict(model.named_parameters())
+    named: State = dict(model.named_parameters())
     inner: State = {n: p for n, p in named.items() if p.requires_grad}
     if optimizers:
         mine = _names_held_by(optimizers, named)

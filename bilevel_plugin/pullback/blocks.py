@@ -118,7 +118,7 @@ class BlockByBlock:
 class _Row:
     """One row of a cotangent."""
 
-    rows = None
+    rows: int | None = None
 
     def __init__(self, cotangent: CotangentOf, row: int) -> None:
         self._cotangent, self._row, self.known = cotangent, row, cotangent.known

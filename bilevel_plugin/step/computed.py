@@ -34,6 +34,9 @@ T = TypeVar("T")
 _NOTHING = nullcontext()
 
 
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__  # x.data, as a function mode sees it
+
+
 class Computed:
     """The value of function(model, *args) at one place of the loop.
 
@@ -214,6 +217,6 @@ class _LostGraphs(TorchFunctionMode):
         self.seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not torch.is_grad_enabled() or func in (Tensor.detach, Tensor.data.__get__):
+        if not torch.is_grad_enabled() or func in (Tensor.detach, _DATA):
             self.seen = self.seen or any(x.requires_grad for x in tensors_of((args, kwargs)))
         return func(*args, **(kwargs or {}))

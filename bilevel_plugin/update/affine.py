@@ -56,9 +56,9 @@ def pull_affine(names: Sequence[str], matrix: Matrix, a: State) -> tuple[State, 
         for y, tensors in along.items():
             if (c := matrix[y].get(x)) is not None:
                 if total is None:
-                    total = tensors if c == 1 else torch._foreach_mul(tensors, c)
+                    total = tensors if c == 1 else torch._foreach_mul(tensors, c)  # pyright: ignore[reportPrivateImportUsage]
                 else:
-                    total = torch._foreach_add(total, tensors, alpha=c)
+                    total = torch._foreach_add(total, tensors, alpha=c)  # pyright: ignore[reportPrivateImportUsage]
         if total is not None and x == "d":
             u.update(zip(names, total, strict=True))
         elif total is not None:
