@@ -34,7 +34,7 @@ T = TypeVar("T")
 _NOTHING = nullcontext()
 
 
-_DATA: Any = vars(torch._C.TensorBase)["data"].__get__  # x.data, as a function mode sees it
+_DATA: Any = vars(torch._C.TensorBase)["data"].__get__  # pyright: ignore[reportPrivateUsage] (x.data, as a mode sees it)
 
 
 class Computed:
