@@ -149,6 +149,7 @@ def pullback(request, monkeypatch):
     if request.param == "blocks":
         request.getfixturevalue("blocks")
     monkeypatch.setitem(PULLBACKS, "lean", PULLBACKS[request.param])  # the one that Reverse takes
+    monkeypatch.setattr(lean, "LARGE", 0)  # products of small models, too
     return request.param, bilevel.Reverse()
 
 

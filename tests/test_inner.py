@@ -521,9 +521,9 @@ def test_unknown_names(parts):
     model, h, g, _, _, _ = parts
     with pytest.raises(ValueError, match=r"unknown engine 'ift'. Known: 'reverse', 'unroll', 'forward', 'cg'"):
         bilevel.inner(model, h, g, engine="ift")
-    with pytest.raises(ValueError, match=r"checkpoint must be 'sqrt' or at least 1"):
+    with pytest.raises(ValueError, match=r"checkpoint must be .*'sqrt'"):
         bilevel.Reverse(checkpoint="root")  # pyright: ignore
-    with pytest.raises(ValueError, match=r"checkpoint must be 'sqrt' or at least 1"):
+    with pytest.raises(ValueError, match=r"checkpoint must be .*at least 1"):
         bilevel.Reverse(checkpoint=0)
     with pytest.raises(ValueError, match=r"truncate must be at least 1"):
         bilevel.Reverse(truncate=0)

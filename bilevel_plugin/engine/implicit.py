@@ -213,7 +213,8 @@ class _ImplicitTape(Tape):
             v = solved[0] if count is None else {n: torch.stack([x[n] for x in solved]) for n in at}
             found.vjp(v, inputs, into)
             to = {n: x.detach().clone() for n, x in found.to.items()}
-            return as_leaves({**to, **self._options.ahead(pull, {n: x.detach() for n, x in at.items()}, to)})
+            w = {n: x.detach() for n, x in at.items() if n in step.model.parameters}
+            return as_leaves({**to, **self._options.ahead(pull, w, to)})
 
         return traced(step, z, run)
 

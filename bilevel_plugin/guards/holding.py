@@ -64,6 +64,9 @@ class Plan:
         return self.last
 
 
+_RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What the losses of a step held at its beginning."""
@@ -74,6 +77,8 @@ class Snapshot:
     def refilled(self) -> str | None:
         """Name a tensor that was changed since by NumPy or through .data, which leaves its version unchanged."""
         for p, then in zip(self.plan.places, self.marks, strict=True):
+            if p.name.endswith(_RUNNING):  # which torch moves, also those of modules outside of the model
+                continue
             if type(then) is _OfTensor and then.sample is not None and isinstance(x := p.now(), Tensor):
                 now = mark(x, sampled=True)
                 if now[:2] == then[:2] and now.sample != then.sample and not x.requires_grad:

@@ -171,7 +171,9 @@ def _batch_norm(
 def _require_grad(kernels: Kernels, func: Any, x: Tensor, requires_grad: bool = True) -> Tensor:
     before = x.requires_grad
     found = func(x, requires_grad)
-    if requires_grad and not before:
+    if before and not requires_grad:
+        kernels.evaluation.switched_off.append(x)
+    elif requires_grad and not before and all(x is not y for y in kernels.evaluation.switched_off):
         kernels.flagged(x)
     return found
 
@@ -186,7 +188,7 @@ def _derivative(kernels: Kernels, func: Any, outputs: Any, inputs: Any, *args: A
     if kernels.evaluation.behind:
         weights = {x.grad_fn for x in kernels.evaluation.behind}
         earlier = set(nodes(kernels.evaluation.behind)) - weights
-        if any(x.requires_grad and get_gradient_edge(x).node in earlier for x in tensors_of(inputs)):
+        if any(x.requires_grad and _node_of(x) in earlier for x in tensors_of(inputs)):
             raise RuntimeError(
                 "bilevel.inner: a loss begins after the first step to take derivatives of its own (torch.autograd.grad)"
                 " with respect to a tensor that earlier steps have used. With an engine that keeps one graph, they "
@@ -237,3 +239,10 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: _require_grad,
     _flag.__set__: _set_requires_grad,
 }
+
+
+def _node_of(x: Tensor) -> Any:
+    """Return the node of x in the graph, or None for a leaf of a functional transform, which has none."""
+    if x.grad_fn is not None or torch._C._functorch.is_functorch_wrapped_tensor(x):  # pyright: ignore
+        return x.grad_fn
+    return get_gradient_edge(x).node

@@ -33,6 +33,7 @@ class Differentiation:
             Tensor, ...
         ] = ()  # the weights, if there is a graph behind them that a derivative could enter
         self.flagged: list[Tensor] = []  # leaves that a loss has made require grad
+        self.switched_off: list[Tensor] = []  # tensors that a loss has made not require grad, for a while
 
     def flag(self, x: Tensor) -> None:
         """Note a leaf that a loss has made require grad."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..autograd.graph import leaf_of, nodes
 from ..autograd.trees import Pairs, State, tensors_of
@@ -85,10 +85,17 @@ class Record:
     def check_leaves(self, losses: Sequence[Tensor]) -> None:
         """Raise if a graph lacks an outer variable that it had: then the values are right and the gradient is not."""
         missing = {id(x): x for x in self.leaves[: self.used]}
+        made: list[torch.Size] = []  # the shapes of parameters that only this evaluation has
         for node in nodes(losses) if missing else ():
-            if (leaf := leaf_of(node)) is not None and missing.pop(id(leaf), None) is not None and not missing:
+            if (leaf := leaf_of(node)) is None:
+                continue
+            if missing.pop(id(leaf), None) is None and isinstance(leaf, nn.Parameter):
+                made.append(leaf.shape)
+            if not missing:
                 return
         for x in missing.values():
+            if isinstance(x, nn.Parameter) and x.shape in made:
+                continue  # a loss that copies a model makes other parameters each time
             raise RuntimeError(
                 f"bilevel.inner: {self.where} used an outer variable (shape {tuple(x.shape)}), which it does not use "
                 f"where it is run again for the hypergradient: it is detached there, or another. {self._cause()}"

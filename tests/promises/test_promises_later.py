@@ -255,4 +255,5 @@ SCHEDULES = {
 
 @constructs(SCHEDULES, f"{ALL} micro accumulate")
 def test_a_schedule_that_changes_the_gradient_alone(construct, variant):
-    keeps_the_promise(construct, variant, r"(?<!hyper)gradient|second derivative of h|flag|attribute|number|Reversed")
+    named = r"(?<!hyper)gradient|second derivative of h|flag|attribute|number|Reversed|state\.c"
+    keeps_the_promise(construct, variant, named)

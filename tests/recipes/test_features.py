@@ -75,7 +75,7 @@ def test_features_that_do_not_fit_the_rows_are_refused(kind, name, fitting):
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"no features 'pixel'; choose auto, patches, pixels.*FILE\.npy"):
+    with pytest.raises(ValueError, match=r"no features 'pixel'; choose auto, network, patches, pixels.*FILE\.npy"):
         features(rows("images", EXAMPLES["images"]), "pixel")
     with pytest.raises(ValueError, match=r"no features 'keras:vgg'; choose torchvision:NAME or timm:NAME"):
         features(rows("images", EXAMPLES["images"]), "keras:vgg")

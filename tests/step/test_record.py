@@ -74,6 +74,9 @@ def test_changes_that_no_version_tells(parts):
             if name == "non-leaf":
                 with torch.no_grad():
                     features.mul_(2)
+            if name == "random":  # its generator is put back for the replay
+                assert loop.hypergrad(lam).isfinite().all()
+                continue
             with pytest.raises(RuntimeError, match=r"step k = \d, run again for the hypergradient, ended elsewhere"):
                 loop.hypergrad(lam)
     with bilevel.inner(model, losses["random"], g, solver="gd", lr=0.1, engine="unroll", check=False) as loop:
@@ -137,7 +140,10 @@ def test_what_changed_since_a_step_is_noticed(what, engine):
     expected = run(False)
     runs_again = engine in (ENGINES["reverse"], ENGINES["sqrt"])
     is_right = "rate" in what or not runs_again  # a rate is evaluated once, and kept with its step
-    with refused_if(not is_right, "run again", "changed since"):
+    if not runs_again and engine != ENGINES.get("forward") and ("by .data" in what or "by NumPy" in what):
+        is_right = False  # a kept graph may refer to the tensor
+    named = "changed since|was .* in this step|was changed after"
+    with refused_if(not is_right, "run again|was changed after step", named):
         got = run(True)
     if is_right:
         assert relative(got, expected) < 1e-9
@@ -387,7 +393,8 @@ STATEFUL: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_losses_with_a_state_of_their_own(name, engine):
-    right = right_or_refused(STATEFUL[name], engine, "run again for the hypergradient", "a counter in the model")
+    named = "'calls'|generator|iterator|counter"
+    right = right_or_refused(STATEFUL[name], engine, "run again for the hypergradient", named)
     assert right == (engine not in ("reverse", ENGINES["sqrt"]))  # which run each step again
 
 
