@@ -12,6 +12,7 @@ from torch import nn
 
 import bilevel_plugin as bilevel
 from benchmarks.measure import Counter
+from bilevel_plugin.pullback import lean
 
 
 class Residual(nn.Module):
@@ -85,8 +86,9 @@ def test_every_pullback_under_every_update(pullback, micro, loop, left_out):
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_momentum_costs_no_product_more(momentum):
+def test_momentum_costs_no_product_more(momentum, monkeypatch):
     """Five matrix products for a step and its derivative, as for a plain step (tests/test_waste.py)."""
+    monkeypatch.setattr(lean, "LARGE", 0)  # as for a large model
     torch.manual_seed(0)
     model, x, y = nn.Linear(7, 3), torch.randn(20, 7), torch.randint(3, (20,))
     lam = torch.zeros(20, requires_grad=True)
