@@ -1,11 +1,12 @@
 """# First-order MAML
 
-First-order MAML is MAML with the direction of each step as a constant. `direction=` is a function of the direction, so
-`detach()` there does exactly this; `check=False`, since a derivative is left out on purpose. Then w_K is w_0 plus constants, and the hypergradient is the gradient of the query
-loss at w_K. Everything else is the loop of [MAML](maml.md).
+First-order MAML is MAML with the direction of each step as a constant. `direction=` is a function of the direction,
+so `detach()` there does exactly this; `check=False`, since a derivative is left out on purpose. Then w_K is w_0 plus
+constants, and the hypergradient is the gradient of the query loss at w_K. Everything else is the loop of
+[MAML](maml.md).
 
-`plain.py` computes this gradient by `torch.autograd.grad` at the end of its loop. The block is compared with that, and
-not with differences, which would give the gradient of MAML.
+`plain.py` computes this gradient by `torch.autograd.grad` at the end of its loop. The block is compared with that,
+and not with differences, which would give the gradient of MAML.
 """
 
 import torch
