@@ -132,7 +132,9 @@ def _trained(fingerprint: str, seed: int, one: _Keyed) -> Scores:
 
     if one.loaded.content is None:
         raise ValueError("a network needs the images of a set, and this one has only features")
-    return out_of_fold(np.asarray(one.loaded.content()), one.loaded.given, one.loaded.classes, seed=seed)
+    return np.asarray(
+        out_of_fold(np.asarray(one.loaded.content()), one.loaded.given, one.loaded.classes, seed=seed), dtype=np.float64
+    )
 
 
 @dataclass(frozen=True)

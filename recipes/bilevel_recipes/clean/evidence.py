@@ -54,7 +54,8 @@ def twins(rows: Rows) -> dict[int, list[int]]:
     if rows.content is None:
         return {}
     if isinstance(rows.content, pd.DataFrame):
-        keys = hash_pandas_object(rows.content, index=False).tolist()
+        hashed: Any = hash_pandas_object  # its annotations are incomplete
+        keys = hashed(rows.content, index=False).tolist()
     else:
         keys = [item if isinstance(item, str) else (item.shape, item.tobytes()) for item in rows.content]
     groups: dict[Any, list[int]] = defaultdict(list)
