@@ -57,6 +57,18 @@ def flatten(inputs: Inputs) -> dict[str, Tensor]:
     return tensors
 
 
+def leaves(inputs: Inputs, caller: str) -> dict[str, Tensor]:
+    """Return the inputs as tensors by name, all of them leaves, which `caller` can move to take differences."""
+    tensors = flatten(inputs)
+    for name, x in tensors.items():
+        if not x.is_leaf:
+            raise ValueError(
+                f"bilevel.{caller}: the input{name and f' {name}'} (shape {tuple(x.shape)}) is not a leaf, so it "
+                "can't be moved to take differences. Give the leaf that it is computed from."
+            )
+    return tensors
+
+
 def names_of(only: Only | None, model: Model, update: UpdateRule) -> frozenset[str] | None:
     """Return the names of the weights that `only=` selects."""
     if only is None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..autograd.missing import DerivativeWarning
 from ..autograd.trees import State
-from ..inputs import Inputs, flatten
+from ..inputs import Inputs, leaves
 from . import sentinel
 from .causes import Evidence, causes
 from .differences import Scale, compare, groups
@@ -114,13 +114,7 @@ def check_loop(
         >>> print(report.causes[0].partition(":")[0])
         `the batch[0]` of step k = 2 changes with λ
     """
-    tensors = flatten(lam)
-    for name, x in tensors.items():
-        if not x.is_leaf:
-            raise ValueError(
-                f"bilevel.check_loop: the input{name and f' {name}'} (shape {tuple(x.shape)}) is not a leaf, so it "
-                "can't be moved to take differences. Give the leaf that it is computed from."
-            )
+    tensors = leaves(lam, "check_loop")
     run = _Runs(_callable(train, lam), plain, list(tensors.values()), tol)
     report = _in_best_precision(run, list(tensors), seed)
     if not report.ok:

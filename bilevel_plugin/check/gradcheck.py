@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..autograd.trees import State, map_tensors
 from ..guards.opening import inner_parameters, refuse_model
 from ..inner import inner
-from ..inputs import Inputs, as_tuple, flatten
+from ..inputs import Inputs, as_tuple, leaves
 from ..model.losses import Loss
 from ..model.model import Model
 from ..step.conditions import Conditions
@@ -111,13 +111,7 @@ def gradcheck(
         >>> bool(bilevel.gradcheck(model, h, g, lam, solver="gd", lr=0.1))
         False
     """
-    tensors = flatten(inputs)
-    for name, x in tensors.items():
-        if not x.is_leaf:
-            raise ValueError(
-                f"bilevel.gradcheck: the input{name and f' {name}'} (shape {tuple(x.shape)}) is not a leaf, so it "
-                "can't be moved to take differences. Give the leaf that it is computed from."
-            )
+    tensors = leaves(inputs, "gradcheck")
     scale = Scale.of([*tensors.values(), *model.parameters()], tol)
     devices = _model_of(model, options).devices
     settings: dict[str, Any] = {"check": False, **options}
