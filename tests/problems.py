@@ -180,6 +180,24 @@ class OnceModule(nn.Module):
         return Once.apply(x)
 
 
+class Cut(torch.autograd.Function):
+    """Its backward is right, and cuts the graph without the mark of once_differentiable."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].detach().cos()
+
+
+class WrongModule(nn.Module):
+    def forward(self, x):
+        return Cut.apply(x)
+
+
 N, M = 12, 5  # parts of 3, 3, 2, 2 and 2 samples
 
 

@@ -7,29 +7,11 @@ from typing import Any
 import pytest
 import torch
 from plain_loop import RATE, Rows, data, everything, mlp, orthogonal, start, unchanged
-from problems import OnceModule, same, snapshot, weighted
+from problems import OnceModule, WrongModule, same, snapshot, weighted
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import bilevel_plugin as bilevel
-
-
-class Wrong(torch.autograd.Function):
-    """A function whose backward is right and whose second derivative is not: the saved input is detached."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].detach().cos()
-
-
-class WrongModule(nn.Module):
-    def forward(self, x):
-        return Wrong.apply(x)
 
 
 def problem(*layers, dtype=torch.float64):

@@ -2,27 +2,11 @@
 
 import pytest
 import torch
-from problems import OnceModule
+from problems import OnceModule, WrongModule
 from torch import nn
 
 from bilevel_plugin.check.modules import failing_modules
 from bilevel_plugin.model.model import Model
-
-
-class Wrong(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].detach().cos()
-
-
-class WrongModule(nn.Module):
-    def forward(self, x):
-        return Wrong.apply(x)
 
 
 def failing(*layers):

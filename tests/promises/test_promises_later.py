@@ -2,36 +2,12 @@
 
 import torch
 import torch.nn.functional as F
+from problems import Cut, Once
 from promise import Loop, constructs, error, indexed, keeps_the_promise, mlp, rows, weighted
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 ALL = "reverse sqrt memory blocks unroll forward tasks"
-
-
-class Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
-
-
-class Cut(torch.autograd.Function):
-    """Its backward is right, and cuts the graph without the mark of once_differentiable."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].detach().cos()
 
 
 class Words(nn.Module):
