@@ -103,21 +103,6 @@ def histogram(ax: Axes, values: Mapping[str, Any], xlabel: str) -> None:
     ax.legend()
 
 
-def confusion(ax: Axes, table: Any, classes: Sequence[str], xlabel: str, ylabel: str) -> None:
-    """A matrix of counts with its numbers."""
-    table = np.asarray(table)
-    ax.imshow(table, cmap="Blues")
-    ax.grid(False)
-    ax.set_xticks(range(len(classes)), classes, rotation=45 if max(map(len, classes)) > 2 else 0, ha="center")
-    ax.set_yticks(range(len(classes)), classes)
-    if len(classes) <= 20:
-        for (r, c), n in np.ndenumerate(table):
-            ink = "white" if n > table.max() / 2 else "0.2"
-            ax.text(c, r, str(n) if n else "", ha="center", va="center", fontsize=7, color=ink)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
-
-
 def save(figure: Figure, path: Path) -> Path:
     """Write path.png and path.svg, close the figure, and return the .png."""
     with plt.rc_context(_STYLE):
